@@ -1,0 +1,211 @@
+"""One `generate()` call: what the user asked for, and the decoding that it becomes."""
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
+from transformers.generation import BaseStreamer
+from transformers.generation.stopping_criteria import MaxLengthCriteria
+from transformers.utils import ModelOutput
+
+from .candidate_generator import SpecStateCandidateGenerator
+from .compat import CACHE_NAME
+from .config import SpecStateConfig
+from .decoding import SpeculativeDecoding
+from .drafting import DRAFTERS, DraftContext, Drafter
+from .drafting.early_exit import early_exit_view
+from .model_support import probe
+from .scheduling import make_schedule
+from .selection import is_stateless
+from .sequences import Sequences
+from .states import SpecStates
+from .stopping import STATELESS_CRITERIA
+from .validation import check_assistant, check_config, check_generation, check_support, speak_alike
+from .verification import CachedModel
+
+ARGUMENTS = ("return_spec_states", "spec_config")  # of `generate()`, beside transformers' own
+DEFAULT_MAX_NODES = 8
+# field of SpecStateConfig -> generation argument of transformers with the same meaning
+TRANSFORMERS_ARGUMENTS = {
+    "max_nodes": "num_assistant_tokens",
+    "schedule": "num_assistant_tokens_schedule",
+    "confidence_threshold": "assistant_confidence_threshold",
+}
+
+
+@dataclass
+class SpecCall:
+    """
+    What one call asked for.
+
+    Args:
+        config ([`SpecStateConfig`]): Fields that neither the call nor the model sets are None.
+        return_spec_states (`bool`): Record the states.
+        is_explicit (`bool`): One of this package's own arguments was used, rather than an assistant alone.
+    """
+
+    config: SpecStateConfig
+    return_spec_states: bool
+    is_explicit: bool
+
+    @classmethod
+    def read(
+        cls,
+        asked: dict[str, Any],
+        call_kwargs: dict[str, Any],
+        passed: GenerationConfig | None,
+        model_defaults: GenerationConfig,
+    ) -> "SpecCall":
+        """
+        Collects the arguments before transformers fills in its defaults, in the order: call arguments, `spec_config`,
+        the passed generation config, the model's. (The assistant's comes last, when it is known.)
+
+        Args:
+            asked (`dict`): This package's arguments of the call.
+            call_kwargs (`dict`): The other arguments of the call.
+            passed, model_defaults (`GenerationConfig`): The one of the call and the model's.
+        """
+        configs = [config for config in (passed, model_defaults) if config is not None]
+        chosen = {
+            name: asked[name] if name in asked else _first(getattr(config, name, None) for config in configs)
+            for name in ARGUMENTS
+        }
+        config = SpecStateConfig.from_any(chosen["spec_config"])
+        check_config(config)
+        resolved = {
+            name: _first(
+                [
+                    call_kwargs.get(argument),
+                    getattr(config, name),
+                    *(getattr(known, argument, None) for known in configs),
+                ]
+            )
+            for name, argument in TRANSFORMERS_ARGUMENTS.items()
+        }
+        lookup = call_kwargs.get("prompt_lookup_num_tokens")
+        resolved["max_nodes"] = _first(
+            [lookup, resolved["max_nodes"], *(getattr(known, "prompt_lookup_num_tokens", None) for known in configs)]
+        )
+        explicit = bool(chosen["return_spec_states"]) or chosen["spec_config"] is not None
+        return cls(replace(config, **resolved), bool(chosen["return_spec_states"]), explicit)
+
+    def with_assistant(self, assistant: PreTrainedModel | None) -> SpecStateConfig:
+        """The complete configuration: what is still open comes from the assistant's generation config, then defaults."""
+        theirs = getattr(assistant, "generation_config", None)
+        open_fields = {
+            name: getattr(theirs, argument, None)
+            for name, argument in TRANSFORMERS_ARGUMENTS.items()
+            if getattr(self.config, name) is None
+        }
+        config = replace(self.config, **open_fields)
+        defaults = {"max_nodes": DEFAULT_MAX_NODES, "schedule": "constant"}
+        return replace(config, **{name: value for name, value in defaults.items() if getattr(config, name) is None})
+
+
+def decode(
+    model: PreTrainedModel,
+    call: SpecCall,
+    input_ids: torch.LongTensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    synced_gpus: bool = False,
+    streamer: BaseStreamer | None = None,
+    inputs_tensor: torch.Tensor | None = None,
+    assistant_model: PreTrainedModel | None = None,
+    assistant_tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    **model_kwargs,
+) -> ModelOutput | torch.LongTensor:
+    """The decoding method of an enabled model; arguments and result as of `GenerationMixin._assisted_decoding`."""
+    check_generation(model, generation_config, model_kwargs)
+    check_assistant(model, assistant_model, tokenizer, assistant_tokenizer, synced_gpus)
+    support = probe(model)
+    check_support(model, support, "model")
+    if generation_config.assistant_early_exit is not None:
+        assistant_model = early_exit_view(model, generation_config.assistant_early_exit)
+    alike = assistant_model is None or speak_alike(model, assistant_model, tokenizer, assistant_tokenizer)
+    config = call.with_assistant(assistant_model)
+    names = config.drafters or [_default_drafter(assistant_model, alike, generation_config)]
+    assistant_rows = None
+    if "assistant" in [getattr(drafter, "name", drafter) for drafter in names] and assistant_model is not None:
+        assistant_support = probe(assistant_model)
+        check_support(assistant_model, assistant_support, "assistant_model")
+        assistant_rows = assistant_support.rows
+
+    batch_size = input_ids.shape[0]
+    lockstep = batch_size > 1 and (
+        config.lockstep
+        or "lockstep" in (support.rows, assistant_rows)
+        or _needs_lockstep(logits_processor, stopping_criteria)
+    )
+    together = lockstep or batch_size == 1
+    mask = model_kwargs.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
+    pad = generation_config._pad_token_tensor
+    sequences = Sequences(input_ids, mask, 0 if pad is None else int(pad))
+    context = DraftContext(
+        model=model,
+        sequences=sequences,
+        config=config,
+        generation_config=generation_config,
+        logits_processor=LogitsProcessorList(filter(is_stateless, logits_processor)),
+        input_ids=input_ids,
+        model_kwargs={name: value for name, value in model_kwargs.items() if name != CACHE_NAME},
+        inputs_tensor=inputs_tensor,
+        assistant_model=assistant_model,
+        tokenizer=tokenizer,
+        assistant_tokenizer=None if alike else assistant_tokenizer,
+    )
+    candidates = SpecStateCandidateGenerator(
+        context,
+        [copy.copy(drafter) if isinstance(drafter, Drafter) else DRAFTERS[drafter]() for drafter in names],
+        make_schedule(config.schedule, int(config.max_nodes), model, batch_size),
+        width=config.tree_width if support.tree else 1,
+    )
+    decoding = SpeculativeDecoding(
+        target=CachedModel(model, model_kwargs, generation_config, support),
+        candidates=candidates,
+        sequences=sequences,
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
+        generation_config=generation_config,
+        streamer=streamer,
+        synced_gpus=synced_gpus,
+        together=together,
+        rejection=config.acceptance == "rejection",
+        states=SpecStates(batch_size) if call.return_spec_states else None,
+    )
+    return decoding.run(input_ids)
+
+
+def _default_drafter(assistant_model, alike: bool, generation_config: GenerationConfig) -> str:
+    if assistant_model is None or generation_config.prompt_lookup_num_tokens is not None:
+        return "prompt_lookup"
+    return "assistant" if alike else "stock"
+
+
+def _needs_lockstep(logits_processor: LogitsProcessorList, stopping_criteria: StoppingCriteriaList) -> bool:
+    """
+    Whether something watches the rows that would notice them diverging: a processor or criterion that may keep state, or
+    the rule that without an EOS criterion ended rows go on until all have ended.
+    """
+    if not all(map(is_stateless, logits_processor)):
+        return True
+    if not all(type(criterion) in STATELESS_CRITERIA for criterion in stopping_criteria):
+        return True
+    has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+    return not has_eos and any(type(criterion) is not MaxLengthCriteria for criterion in stopping_criteria)
+
+
+def _first(values):
+    return next((value for value in values if value is not None), None)
+
+

@@ -1,0 +1,135 @@
+"""The candidate-generator half of the pair: it asks the drafters, merges what they say, and tells them how it went."""
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from .drafting import DraftContext, Drafter, DraftOutcome, DraftRequest
+from .scheduling import ConstantLength, HeuristicLength
+from .token_tree import TokenTree
+
+logger = logging.getLogger(__name__)
+
+
+class SpecStateCandidateGenerator(CandidateGenerator):
+    """
+    Holds the drafters and the schedule of one generation. The package's own loop asks it for trees of all rows
+    ([`~SpecStateCandidateGenerator.propose`]) and reports the outcome; transformers' `_assisted_decoding` can use it
+    too, for chains at batch size 1, through the two methods of [`CandidateGenerator`].
+
+    Args:
+        context ([`DraftContext`]): The generation.
+        drafters (`list[Drafter]`): Who proposes; started here.
+        schedule: How many nodes a row may have.
+        width (`int`): Most children of a node.
+    """
+
+    requires_model_outputs = False
+
+    def __init__(
+        self,
+        context: DraftContext,
+        drafters: Sequence[Drafter],
+        schedule: ConstantLength | HeuristicLength,
+        width: int = 1,
+    ):
+        self.context = context
+        self.schedule = schedule
+        self.width = width
+        self.drafters: list[Drafter] = list(drafters)
+        self._merges = context.config.acceptance == "match"
+        self._previous: DraftOutcome | None = None  # of row 0, for the stock loop
+        for drafter in drafters:
+            self._guarded(drafter, lambda drafter=drafter: drafter.start(context))
+
+    @property
+    def wants_answers(self) -> bool:
+        """Whether a drafter learns from what the target answered at nodes that were not accepted."""
+        return any(drafter.wants_answers for drafter in self.drafters)
+
+    # ------------------------------------------------------------------ for the package's loop
+
+    def propose(self, rows: Sequence[int], room: int | None = None) -> list[TokenTree]:
+        """
+        One tree for every row of the batch, empty for rows that are not among `rows`.
+
+        Args:
+            rows (`list[int]`): The rows that go on.
+            room (`int`, *optional*): Most nodes that the target's cache has slots for.
+        """
+        sequences, max_length = self.context.sequences, self.context.generation_config.max_length
+        requests = []
+        for row in rows:
+            max_nodes = self.schedule.max_nodes(row) if room is None else min(self.schedule.max_nodes(row), room)
+            max_depth = max_length - sequences.length(row) - 1  # the target adds a token of its own
+            if max_nodes > 0 and max_depth > 0:
+                requests.append(DraftRequest(row, sequences.tokens[row], max_nodes, max_depth, self.width))
+        trees = {request.row: TokenTree() for request in requests}
+        for drafter in list(self.drafters):
+            open_requests = [request for request in requests if self._merges or not len(trees[request.row])]
+            if not open_requests:
+                break
+            proposals = self._guarded(drafter, lambda drafter=drafter, asked=open_requests: drafter.propose_rows(asked))
+            for request, proposal in zip(open_requests, proposals or (), strict=False):
+                proposal = proposal.cut(request.max_nodes, request.max_depth)
+                known = trees[request.row]
+                trees[request.row] = known.merge(proposal, request.max_nodes) if len(known) else proposal
+        return [trees.get(row, TokenTree()) for row in range(sequences.batch_size)]
+
+    def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
+        """Tells schedule and drafters what became of a round's drafts."""
+        self.schedule.observe(outcomes)
+        for drafter in list(self.drafters):
+            self._guarded(drafter, lambda drafter=drafter: drafter.observe(outcomes))
+
+    def _guarded(self, drafter: Drafter, call: Callable):
+        """A drafter that raises is dropped with one warning, as drafts are never needed; `strict` raises."""
+        try:
+            return call()
+        except Exception as error:
+            if self.context.config.strict:
+                raise
+            logger.warning(
+                "The drafter %r raised %s: %s. It is left out for the rest of this call.",
+                getattr(drafter, "name", drafter),
+                type(error).__name__,
+                error,
+            )
+            self.drafters.remove(drafter)
+            return None
+
+    # ------------------------------------------------------------------ for the stock loop
+
+    def get_candidates(self, input_ids: torch.LongTensor, **kwargs) -> tuple[torch.LongTensor, None]:
+        """
+        Args:
+            input_ids (`torch.LongTensor` of shape `(1, sequence_length)`): The tokens so far.
+
+        Returns:
+            `torch.LongTensor` of shape `(1, candidate_length)`, the tokens with a draft behind them, and `None` for its
+            logits: the loop then samples from the target and compares, which is exact for any draft.
+        """
+        sequences = self.context.sequences
+        for token in input_ids[0, sequences.length(0) :].tolist():
+            sequences.commit(0, token)
+        tree = self.propose([0])[0]
+        self._previous = DraftOutcome(0, tree, [], [])
+        drafted = torch.tensor([tree.token_ids], dtype=torch.long, device=input_ids.device)
+        return torch.cat([input_ids, drafted], dim=1), None
+
+    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int):
+        """
+        Args:
+            input_ids (`torch.LongTensor` of shape `(1, sequence_length)`): With the tokens of this round.
+            scores (`torch.FloatTensor` of shape `(1, candidate_length + 1, vocab_size)`): The target's answers.
+            num_matches (`int`): How many drafted tokens were accepted.
+        """
+        sequences, outcome = self.context.sequences, self._previous
+        outcome.token_ids = input_ids[0, sequences.length(0) :].tolist()
+        for token in outcome.token_ids:
+            sequences.commit(0, token)
+        outcome.accepted = list(range(int(num_matches)))
+        outcome.answers = scores[0].argmax(dim=-1).tolist()
+        self.observe([outcome])

@@ -1,0 +1,123 @@
+"""How a call speculates."""
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+ACCEPTANCE = ("match", "rejection")
+SCHEDULES = ("constant", "heuristic", "heuristic_transient")
+
+
+@dataclass
+class SpecStateConfig:
+    """
+    How one `generate()` call drafts and verifies. Pass it (or a dict of its fields) as `spec_config=`, or keep a dict
+    in `model.generation_config.spec_config`. None of the fields changes which text comes out.
+
+    Args:
+        drafters (`list[str | Drafter]`, *optional*):
+            Who proposes, by name (see `hf_specstate.DRAFTERS`) or as an object. Defaults to `["assistant"]` with an
+            assistant model (or early exit), `["stock"]` with an assistant of another tokenizer, and
+            `["prompt_lookup"]` otherwise. The proposals of several drafters are merged into one tree, the first named
+            first.
+        max_nodes (`int`, *optional*, defaults to 8):
+            Most tokens drafted for a row in one round: the length of a chain, the size of a tree. The call arguments
+            `num_assistant_tokens` and `prompt_lookup_num_tokens` go before it.
+        tree_width (`int`, *optional*, defaults to 1):
+            Most alternatives drafted for one position. 1 drafts a chain. Models that cannot verify a tree get a chain.
+        acceptance (`str`, *optional*, defaults to `"match"`):
+            `"match"` accepts a drafted token if the target, decoding as usual, chose the same one. `"rejection"` is
+            speculative sampling (https://huggingface.co/papers/2211.17192) of chains drawn from an assistant; it
+            accepts more at high temperatures, and gives the same distribution but not the same sample for a seed.
+        schedule (`str`, *optional*):
+            How the number of drafted tokens changes between rounds: `"constant"`, or the rules of transformers'
+            `num_assistant_tokens_schedule`: `"heuristic"` (two more after a full match, one fewer otherwise, remembered
+            by the enabled model) and `"heuristic_transient"` (the same, forgotten after the call).
+        confidence_threshold (`float`, *optional*):
+            An assistant stops drafting after a token to which it gave less than this probability
+            (`assistant_confidence_threshold`). Unset drafts on regardless.
+        lockstep (`bool`, *optional*, defaults to `False`):
+            In a batch, let all rows advance by the same number of tokens: slower, but a seed then gives the same
+            sample as without speculation at any batch size. Needed rarely; chosen automatically where rows must not
+            diverge.
+        strict (`bool`, *optional*, defaults to `False`):
+            Raise the errors of drafters instead of dropping the drafter with a warning.
+    """
+
+    drafters: list[Any] | None = None
+    max_nodes: int | None = None
+    tree_width: int = 1
+    acceptance: str = field(default="match", metadata={"choices": ACCEPTANCE})
+    schedule: str | None = field(default=None, metadata={"choices": SCHEDULES})
+    confidence_threshold: float | None = None
+    lockstep: bool = False
+    strict: bool = False
+
+    def __post_init__(self):
+        for name, least in (("max_nodes", 0), ("tree_width", 1)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise ValueError(f"`spec_config.{name}` must be an integer of at least {least}, got {value!r}.")
+        for spec in fields(self):
+            value, choices = getattr(self, spec.name), spec.metadata.get("choices")
+            if choices and value is not None and value not in choices:
+                raise ValueError(f"`spec_config.{spec.name}` must be one of {', '.join(choices)}; got {value!r}.")
+        for name in ("lockstep", "strict"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"`spec_config.{name}` must be True or False, got {getattr(self, name)!r}.")
+        threshold = self.confidence_threshold
+        if threshold is not None and not (isinstance(threshold, int | float) and 0 <= threshold <= 1):
+            raise ValueError(f"`spec_config.confidence_threshold` must lie between 0 and 1, got {threshold!r}.")
+        self._check_drafters()
+
+    def _check_drafters(self) -> None:
+        from .drafting import DRAFTERS, Drafter
+
+        if self.drafters is None:
+            return
+        if not isinstance(self.drafters, list | tuple) or not self.drafters:
+            raise ValueError(f"`spec_config.drafters` must be a list with at least one entry, got {self.drafters!r}.")
+        for drafter in self.drafters:
+            if not isinstance(drafter, Drafter) and drafter not in DRAFTERS:
+                raise ValueError(
+                    f"`spec_config.drafters` takes `Drafter` objects or the names {', '.join(DRAFTERS)}; got {drafter!r}."
+                )
+
+    @classmethod
+    def from_any(cls, value: "SpecStateConfig | dict | None") -> "SpecStateConfig":
+        """
+        The config that a user meant by `value`.
+
+        Raises:
+            ValueError: an unknown field, or a value that its field does not take. The message names the field.
+        """
+        if value is None:
+            return cls()
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, dict):
+            raise ValueError(f"`spec_config` must be a SpecStateConfig or a dict, got {type(value).__name__}.")
+        names = [spec.name for spec in fields(cls)]
+        for key in value:
+            if key not in names:
+                raise ValueError(f"`spec_config` has no field {key!r}; the fields are {', '.join(names)}.")
+        return cls(**value)
+
+    def to_dict(self) -> dict[str, Any]:
+        """
+        The fields as a JSON-ready dict.
+
+        Raises:
+            ValueError: a drafter was given as an object, which has no JSON form.
+        """
+        for drafter in self.drafters or []:
+            if not isinstance(drafter, str):
+                raise ValueError(f"`spec_config.drafters` holds the object {drafter!r}; only names can be saved.")
+        return asdict(self)
+
+    def to_json_string(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    @classmethod
+    def from_json_string(cls, text: str) -> "SpecStateConfig":
+        return cls.from_any(json.loads(text))

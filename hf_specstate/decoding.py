@@ -1,0 +1,234 @@
+"""
+Speculative decoding as the ordinary loop over a look-ahead cache of the target's answers.
+
+Each round drafts a small token tree for every row, runs the target once over all trees, and then decodes as plain
+`generate()` does: process the scores, select a token, check the stopping criteria. While the selected token is in the
+tree, its scores are already there; when it is not, the next round begins. Whatever was drafted, the text is the one
+that plain decoding gives.
+"""
+
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import BaseStreamer
+from transformers.utils import ModelOutput
+
+from .candidate_generator import SpecStateCandidateGenerator
+from .compat import CACHE_NAME
+from .drafting import DraftOutcome
+from .logits_processor import SpecStateLogitsProcessor
+from .outputs import OutputCollector
+from .selection import Selection
+from .sequences import Sequences
+from .states import SpecStates
+from .stopping import StopCheck
+from .streaming import StreamRelay
+from .token_tree import TokenTree, TreeBatch
+from .verification import CachedModel
+
+STATIC_WIDTHS = (1, 2, 4, 8, 16)  # static caches are made for compiled forwards, which compile once for each width
+
+
+class SpeculativeDecoding:
+    """
+    One generation. `together` rows advance by the same number of tokens (always so at batch size 1).
+
+    Args:
+        target ([`CachedModel`]): The model, before its prefill.
+        candidates ([`SpecStateCandidateGenerator`]): Drafts.
+        sequences ([`Sequences`]): The rows' tokens.
+        logits_processor (`LogitsProcessorList`), stopping_criteria (`StoppingCriteriaList`),
+        generation_config (`GenerationConfig`), streamer (`BaseStreamer`, *optional*), synced_gpus (`bool`):
+            As `generate()` prepared them.
+        together (`bool`): Rows advance together.
+        rejection (`bool`): Accept by speculative sampling.
+        states ([`SpecStates`], *optional*): Where rounds are recorded.
+    """
+
+    def __init__(
+        self,
+        target: CachedModel,
+        candidates: SpecStateCandidateGenerator,
+        sequences: Sequences,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer: BaseStreamer | None,
+        synced_gpus: bool,
+        together: bool,
+        rejection: bool,
+        states: SpecStates | None,
+    ):
+        self.target = target
+        self.candidates = candidates
+        self.sequences = sequences
+        self.generation_config = generation_config
+        self.synced_gpus = synced_gpus
+        self.together = together
+        self.states = states
+        self.num_rounds = 0
+        self.finished = [False] * sequences.batch_size
+        capture = SpecStateLogitsProcessor()
+        self.collector = OutputCollector(
+            generation_config, target.model.config.is_encoder_decoder, capture, sequences.batch_size
+        )
+        if self.collector.wants_scores:
+            logits_processor = LogitsProcessorList([*logits_processor, capture])
+        self.selection = Selection(logits_processor, generation_config.do_sample, sequences, together, rejection)
+        self.stop_check = StopCheck(stopping_criteria, sequences, together)
+        self.relay = StreamRelay(streamer, sequences)
+
+    def run(self, input_ids: torch.LongTensor) -> ModelOutput | torch.LongTensor:
+        """
+        Args:
+            input_ids (`torch.LongTensor` of shape `(batch_size, prompt_length)`): The prompt.
+
+        Returns:
+            What plain `generate()` returns, with `spec_states` if they are recorded.
+        """
+        model = self.target.model
+        outputs = self.target.prefill(input_ids)
+        try:
+            self.collector.prefill(outputs)
+            no_drafts = [TokenTree() for _ in self.finished]
+            self.walk(outputs, no_drafts)
+            self.learn(no_drafts)
+            with model._optimize_model_for_decode():
+                while model._has_unfinished_sequences(all(self.finished), self.synced_gpus, device=input_ids.device):
+                    self.round()
+        finally:
+            self.target.rows.finalize()
+        self.candidates.schedule.close(model)
+        self.relay.end()
+        return self.result()
+
+    def round(self) -> None:
+        """Draft, plan, verify, walk, keep, learn."""
+        trees = self.draft()
+        batch = self.plan(trees)
+        outputs = self.target.forward(batch)
+        try:
+            self.walk(outputs, trees)
+        finally:  # also when a streamer raised half-way: the cache then holds what was delivered, as in plain decoding
+            self.keep(outputs)
+        self.learn(trees)
+
+    # ------------------------------------------------------------------ draft, plan
+
+    def draft(self) -> list[TokenTree]:
+        """A tree for every row; a rank whose rows have all ended keeps its peers company with empty ones."""
+        unfinished = self.decoding_rows()
+        room = self.target.rows.room
+        return self.candidates.propose(unfinished, None if room is None else room - 1)
+
+    def plan(self, trees: list[TokenTree]) -> TreeBatch:
+        """One width for all rows."""
+        width = 1 + max(len(tree) for tree in trees)
+        room = self.target.rows.room
+        if room is not None:
+            width = next((rounded for rounded in STATIC_WIDTHS if rounded >= width), width)
+            width = max(rounded for rounded in (1, *STATIC_WIDTHS, width) if rounded <= max(room, 1))
+            trees[:] = [tree.cut(width - 1, width) for tree in trees]
+        roots = [tokens[-1] for tokens in self.sequences.tokens]
+        return TreeBatch.pack(roots, trees, self.sequences.pad_token_id, width)
+
+    # ------------------------------------------------------------------ walk
+
+    def answers(self, outputs: ModelOutput) -> torch.Tensor:
+        """`(batch_size, width, vocab_size)`: the target's logits, in the precision in which plain decoding takes them."""
+        width = self.target.rows.pending or 1  # a prefill answers for its last token only
+        return outputs.logits[:, -width:].to(dtype=torch.float32, device=self.target.rows.index.device)
+
+    def walk(self, outputs: ModelOutput, trees: list[TokenTree]) -> None:
+        """Ordinary decoding down the trees, as far as the selected tokens are in them."""
+        batch_size = len(trees)
+        self.slots = [0] * batch_size  # where each row stands: 0 is its last committed token, 1 + i its node i
+        self.paths: list[list[int]] = [[] for _ in trees]  # the slots at which it was given a token
+        self.selected = [0] * batch_size  # how many of them it selected itself; padding after its end is not counted
+        self.starts = [self.sequences.num_new(row) for row in range(batch_size)]
+        self.logits = self.answers(outputs)
+        self.selection.start_round(self.logits, trees)
+        walking = self.decoding_rows()
+        while walking:
+            tokens = self.selection.select(walking, self.slots)
+            for row, token in zip(walking, tokens, strict=True):
+                self.commit(row, token)
+            self.collector.end_step()
+            if self.together:
+                self.pad_finished_rows(walking)
+            ended = self.stop_check(walking, self.collector.step_scores)
+            for row, has_ended in zip(walking, ended, strict=True):
+                self.finished[row] = self.finished[row] or has_ended
+            self.relay.advance(self.finished)
+            walking = self.step_down(walking, trees)
+
+    def commit(self, row: int, token: int) -> None:
+        self.collector.commit(row, self.logits[row, self.slots[row]], self.sequences.length(row))
+        self.paths[row].append(self.slots[row])
+        self.selected[row] += 1
+        self.sequences.commit(row, token)
+
+    def pad_finished_rows(self, walking: list[int]) -> None:
+        """Rows that have ended keep pace with padding while rows advance together, as in plain decoding."""
+        for row in range(len(self.finished)):
+            if row not in walking:
+                self.paths[row].append(self.slots[row])
+                self.sequences.commit(row, self.sequences.pad_token_id)
+
+    def step_down(self, walking: list[int], trees: list[TokenTree]) -> list[int]:
+        """Moves the rows to the nodes of the tokens that they were just given; the rows whose walk goes on."""
+        unfinished = self.decoding_rows()
+        going = [row for row in walking if row in unfinished]
+        nodes = {row: trees[row].child(self.slots[row] - 1, self.sequences.tokens[row][-1]) for row in going}
+        drafted = [row for row in going if nodes[row] is not None]
+        if self.together and len(drafted) < len(unfinished):
+            return []
+        for row in range(len(trees)):  # a row that only keeps pace takes the next slot, whatever it holds
+            self.slots[row] = nodes[row] + 1 if row in drafted else min(self.slots[row] + 1, self.logits.shape[1] - 1)
+        return drafted
+
+    def decoding_rows(self) -> list[int]:
+        """The rows that select tokens. Without an EOS criterion plain decoding lets ended rows go on with the others."""
+        if all(self.finished):
+            return []
+        if self.together and not self.stop_check.pads_finished_rows:
+            return list(range(len(self.finished)))
+        return [row for row, done in enumerate(self.finished) if not done]
+
+    # ------------------------------------------------------------------ keep, learn
+
+    def keep(self, outputs: ModelOutput) -> None:
+        """Keeps the cache slots of the committed paths: one for each token committed in this round."""
+        paths = [path[: self.sequences.num_new(row) - self.starts[row]] for row, path in enumerate(self.paths)]
+        self.collector.keep(outputs, paths, self.target.rows)
+        self.target.rows.keep(paths)
+
+    def learn(self, trees: list[TokenTree]) -> None:
+        """Tells drafters and schedule how it went, and records the round."""
+        outcomes = []
+        for row, count in enumerate(self.selected):
+            if not count:
+                continue
+            accepted = [slot - 1 for slot in self.paths[row][1:count]]
+            tokens = self.sequences.new_tokens(row, self.starts[row])[:count]
+            answers = self.selection.answers[row][: 1 + len(trees[row])] if self.candidates.wants_answers else []
+            outcomes.append(DraftOutcome(row, trees[row], accepted, tokens, answers))
+            if self.states is not None:
+                self.states.record(row, self.num_rounds, self.starts[row], trees[row], accepted, tokens[-1])
+        self.num_rounds += 1
+        self.candidates.observe(outcomes)
+
+    def result(self) -> ModelOutput | torch.LongTensor:
+        """What `generate()` returns."""
+        sequences = self.sequences.finished_ids()
+        if not self.generation_config.return_dict_in_generate:
+            return sequences
+        fields: dict[str, Any] = {"sequences": sequences, CACHE_NAME: self.target.rows.cache}
+        if self.target.model.config.is_encoder_decoder:
+            encoded = self.target.kwargs["encoder_outputs"]
+            if self.generation_config.output_attentions:
+                fields["encoder_attentions"] = encoded.get("attentions")
+            if self.generation_config.output_hidden_states:
+                fields["encoder_hidden_states"] = encoded.get("hidden_states")
+        return self.collector.build(fields, self.states)

@@ -1,0 +1,272 @@
+"""Drafting with an assistant model: chains and trees, rows of a batch together, on a cache of its own."""
+
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, LogitsProcessorList
+
+from ..compat import CACHE_NAME
+from ..host import to_host
+from ..logits_processor import CONDITIONING_STRENGTH, SpecStateLogitsProcessor
+from ..model_support import ModelSupport, probe
+from ..token_tree import TokenTree, TreeBatch
+from ..verification import CachedModel
+from .base import DraftContext, Drafter, DraftOutcome, DraftRequest
+
+
+@dataclass
+class AssistantDrafter(Drafter):
+    """
+    Drafts with the assistant model of the call (assisted generation, https://huggingface.co/blog/assisted-generation;
+    trees as in SpecInfer, https://huggingface.co/papers/2305.09781). Each step runs the assistant on the most likely
+    node of every row that has no children yet and gives it the `width` most likely ones, or, under `"rejection"`
+    acceptance, one drawn from its distribution. Tokens that the assistant has not seen since it was last asked are
+    caught up in one forward first.
+
+    Args:
+        conditioning (`float`, *optional*, defaults to 1.0):
+            Logits that a token gains for having been the target's own answer at the same position in the round before.
+    """
+
+    name: ClassVar[str] = "assistant"
+    wants_answers: ClassVar[bool] = True
+    conditioning: float = CONDITIONING_STRENGTH
+
+    def start(self, context: DraftContext) -> None:
+        if context.assistant_model is None:
+            raise ValueError("The `assistant` drafter needs `assistant_model=` (or `assistant_early_exit=`).")
+        self._context = context
+        self._sequences = context.sequences
+        self._cached: CachedModel | None = None
+        self._conditioner = SpecStateLogitsProcessor(strength=self.conditioning)
+        self._processors = LogitsProcessorList([*context.logits_processor, self._conditioner])
+        # private: drafting leaves the global random state alone
+        self._generator = torch.Generator(device=context.input_ids.device).manual_seed(0)
+        self._threshold = context.config.confidence_threshold
+        self._draws = context.config.acceptance == "rejection" and bool(context.generation_config.do_sample)
+        text_config = context.assistant_model.config.get_text_config(decoder=True)
+        self._vocab_size = text_config.vocab_size
+        self._longest = getattr(text_config, "max_position_embeddings", None) or math.inf
+        # per row, of the last draft: the tree, and the pending cache slot of each node that was run
+        batch_size = self._sequences.batch_size
+        self._trees = [TokenTree() for _ in range(batch_size)]
+        self._node_slots: list[dict[int, int]] = [{} for _ in range(batch_size)]
+        self._seen = [0] * batch_size  # tokens of each row that the cache holds
+
+    @property
+    def support(self) -> ModelSupport:
+        return probe(self._context.assistant_model)
+
+    def propose_rows(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
+        self._trees = [TokenTree() for _ in range(self._sequences.batch_size)]
+        room = self._longest - max(len(request.token_ids) for request in requests)
+        growing = {
+            request.row: _Growth(request, min(request.max_depth, room), self._threshold, self.support.tree)
+            for request in requests
+            if min(request.max_nodes, request.max_depth, room) > 0
+        }
+        if growing:
+            logits = self._catch_up()
+        while growing:
+            self._add_children(growing, logits)
+            growing = {row: growth for row, growth in growing.items() if growth.choose(self._trees[row])}
+            if growing:
+                logits = self._run(growing)
+        return [self._trees[request.row] for request in requests]
+
+    def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
+        for outcome in outcomes:
+            self._conditioner.expect(outcome.row, self._sequences.length(outcome.row), answer_tail(outcome))
+
+    # ------------------------------------------------------------------ the assistant's cache
+
+    def _catch_up(self) -> torch.Tensor:
+        """Brings the cache up to the last committed token; the logits after it, `(batch_size, vocab_size)`."""
+        if self._cached is None:
+            logits = self._prefill()
+        else:
+            self._keep_accepted()
+        sequences = self._sequences
+        missing = [tokens[seen:] for tokens, seen in zip(sequences.tokens, self._seen, strict=True)]
+        width = max(len(tokens) for tokens in missing)
+        if width == 0:
+            return logits
+        trees = [TokenTree.from_paths([tokens[1:]], self.name) for tokens in missing]
+        roots = [tokens[0] if tokens else sequences.pad_token_id for tokens in missing]
+        batch = self._embeddable(TreeBatch.pack(roots, trees, sequences.pad_token_id, width))
+        logits = self._cached.forward(batch).logits
+        self._cached.rows.keep([list(range(len(tokens))) for tokens in missing])
+        self._seen = [len(tokens) for tokens in sequences.tokens]
+        last = torch.tensor([max(len(tokens) - 1, 0) for tokens in missing], device=logits.device)
+        return logits[torch.arange(len(last), device=last.device), last]
+
+    def _prefill(self) -> torch.Tensor:
+        context, assistant = self._context, self._context.assistant_model
+        input_ids = context.input_ids.to(assistant.device) if assistant.device.type != "meta" else context.input_ids
+        kwargs = _assistant_inputs(context)
+        kwargs[CACHE_NAME] = _new_cache(assistant)
+        config = GenerationConfig(prefill_chunk_size=context.generation_config.prefill_chunk_size, disable_compile=True)
+        self._cached = CachedModel(assistant, kwargs, config, self.support)
+        if input_ids.shape[1] == 0:  # the target was prompted with embeddings: start from the first new token
+            input_ids = torch.tensor([tokens[:1] for tokens in self._sequences.tokens], device=input_ids.device)
+        outputs = self._cached.prefill(input_ids.clamp(max=self._vocab_size - 1))
+        rows = enumerate(self._sequences.tokens)
+        self._seen = [max(len(tokens) - self._sequences.num_new(row), 1) for row, tokens in rows]
+        return outputs.logits[:, -1]
+
+    def _keep_accepted(self) -> None:
+        """Keeps the slots of the last draft's nodes that were committed, and drops the others."""
+        paths = []
+        for row, tokens in enumerate(self._sequences.tokens):
+            node, path = -1, []
+            for token in tokens[self._seen[row] :]:
+                node = self._trees[row].child(node, token)
+                if node not in self._node_slots[row]:
+                    break
+                path.append(self._node_slots[row][node])
+            paths.append(path)
+        if self.support.rows == "lockstep":
+            paths = [path[: min(map(len, paths))] for path in paths]
+        if self._cached.rows.pending:
+            self._cached.rows.keep(paths)
+        self._seen = [seen + len(path) for seen, path in zip(self._seen, paths, strict=True)]
+        self._node_slots = [{} for _ in paths]
+
+    def _run(self, growing: dict[int, "_Growth"]) -> torch.Tensor:
+        """One step: the chosen node of every row, `(batch_size, vocab_size)`; rows that are done run along unused."""
+        batch_size, pending = self._sequences.batch_size, self._cached.rows.pending
+        tokens, depths = [[self._sequences.pad_token_id]] * batch_size, [[pending]] * batch_size
+        context = torch.ones((batch_size, 1, pending + 1), dtype=torch.bool)
+        for row, growth in growing.items():
+            tree, node = self._trees[row], growth.node
+            tokens[row], depths[row] = [tree.token_ids[node]], [tree.depths[node] - 1]
+            context[row, 0, :pending] = False
+            for ancestor in tree.path_to(tree.parents[node]):
+                context[row, 0, self._node_slots[row][ancestor]] = True
+            self._node_slots[row][node] = pending
+        batch = self._embeddable(TreeBatch(tokens, [[-1]] * batch_size, depths))
+        is_chain = all(self._trees[row].is_chain for row in growing)
+        return self._cached.forward(batch, None if is_chain else context).logits[:, -1]
+
+    def _embeddable(self, batch: TreeBatch) -> TreeBatch:
+        """Token ids beyond the assistant's (smaller, unpadded) vocabulary cannot be looked up; any id may stand in."""
+        batch.token_ids = [[min(token, self._vocab_size - 1) for token in row] for row in batch.token_ids]
+        return batch
+
+    # ------------------------------------------------------------------ its choices
+
+    def _add_children(self, growing: dict[int, "_Growth"], logits: torch.Tensor) -> None:
+        """Gives the node that each growing row stands at its children."""
+        probs = self._process(growing, logits).softmax(dim=-1)  # [growing, target vocab]
+        if self._draws:
+            chosen = torch.multinomial(probs, num_samples=1, generator=self._generator)  # [growing, 1]
+        else:
+            width = max(growth.width for growth in growing.values())
+            chosen = probs.topk(min(width, probs.shape[1]), dim=-1).indices  # [growing, width]
+        # one read for both: ids are exact in float64
+        answers = to_host(torch.cat([chosen.double(), probs.gather(1, chosen).double()], dim=1))
+        for place, (row, growth) in enumerate(growing.items()):
+            tree, ids = self._trees[row], answers[place][: chosen.shape[1]]
+            for token, prob in list(zip(ids, answers[place][chosen.shape[1] :], strict=True))[: growth.width]:
+                if len(tree) < growth.max_nodes and prob > 0:
+                    growth.offer(tree.add(int(token), growth.node, self.name, math.log(prob)), tree)
+            if self._draws:
+                growth.distributions.append(probs[place])
+                tree.draft_probs = torch.stack(growth.distributions)
+
+    def _process(self, growing: dict[int, "_Growth"], logits: torch.Tensor) -> torch.Tensor:
+        """The assistant's scores over the target's vocabulary, under the processors, `(growing, vocab_size)`."""
+        size = min(logits.shape[-1], self._context.vocab_size)
+        device = self._context.input_ids.device
+        scores = torch.full((logits.shape[0], self._context.vocab_size), -math.inf, device=device)
+        scores[:, :size] = logits[:, :size].to(device=device, dtype=torch.float32)
+        paths = {row: self._trees[row].path_to(growth.node) for row, growth in growing.items()}
+        lengths = {row: self._sequences.length(row) + len(path) for row, path in paths.items()}
+        processed = scores.clone()
+        for length in set(lengths.values()):
+            rows = [row for row in growing if lengths[row] == length]
+            input_ids = self._sequences.ids(length).clone()
+            for row in rows:
+                path = [self._trees[row].token_ids[node] for node in paths[row]]
+                input_ids[row, length - len(path) :] = torch.tensor(path, dtype=torch.long)
+            processed[rows] = self._processors(input_ids, scores)[rows]
+        return processed[list(growing)]
+
+
+class _Growth:
+    """How far one row's tree has grown, and which node gets children next."""
+
+    def __init__(self, request: DraftRequest, max_depth: int, threshold: float | None, in_trees: bool):
+        self.max_nodes = request.max_nodes
+        self.max_depth = max_depth
+        self.width = request.width if in_trees else 1
+        self.threshold = threshold
+        self.steps = math.ceil(request.max_nodes / self.width)  # runs of the assistant, the catching up included
+        self.node = -1  # the root
+        self.distributions: list[torch.Tensor] = []
+        self._frontier: list[tuple[float, int]] = []  # (-log probability of the whole path, node)
+
+    def offer(self, node: int, tree: TokenTree) -> None:
+        """A new node may be run later."""
+        self._frontier.append((-sum(tree.log_probs[ancestor] for ancestor in tree.path_to(node)), node))
+
+    def choose(self, tree: TokenTree) -> bool:
+        """Moves to the most likely node without children; False if the row has drafted enough."""
+        self.steps -= 1
+        self._frontier = [entry for entry in self._frontier if len(tree.path_to(entry[1])) < self.max_depth]
+        if self.steps <= 0 or len(tree) >= self.max_nodes or not self._frontier:
+            return False
+        best = min(self._frontier)
+        self._frontier.remove(best)
+        self.node = best[1]
+        # only what came before a token may decide whether it is drafted, so an unsure token itself is still offered
+        return self.threshold is None or math.exp(tree.log_probs[self.node]) >= self.threshold
+
+
+def answer_tail(outcome: DraftOutcome) -> list[int]:
+    """
+    What the target answered after the mismatch of a round, along the rest of the draft: a guess at what follows the
+    token that it added. Empty if the whole draft was accepted.
+    """
+    node = outcome.accepted[-1] if outcome.accepted else -1
+    tail: list[int] = []
+    while True:
+        children = [child for child, parent in enumerate(outcome.tree.parents) if parent == node]
+        if not children or not outcome.answers:
+            return tail
+        node = children[0]  # the draft's own first choice
+        tail.append(outcome.answers[1 + node])
+
+
+def _new_cache(model) -> DynamicCache | EncoderDecoderCache:
+    config = model.config.get_text_config(decoder=True)
+    if model.config.is_encoder_decoder:
+        return EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
+    return DynamicCache(config=config)
+
+
+def _assistant_inputs(context: DraftContext) -> dict[str, Any]:
+    """The assistant's model inputs, made from the target's as transformers' `AssistedCandidateGenerator` makes them."""
+    assistant, target = context.assistant_model, context.model
+    kwargs: dict[str, Any] = {"use_cache": True}
+    if assistant._supports_logits_to_keep():
+        kwargs["logits_to_keep"] = 1
+    if assistant.config.is_encoder_decoder:
+        config = GenerationConfig(output_attentions=False, output_hidden_states=False)
+        inputs, name, kwargs = assistant._prepare_model_inputs(context.inputs_tensor, None, kwargs)
+        if context.model_kwargs.get("attention_mask") is not None:
+            kwargs["attention_mask"] = context.model_kwargs["attention_mask"]
+        return assistant._maybe_prepare_encoder_kwargs_for_generation(inputs, kwargs, name, config)
+    mask = context.model_kwargs.get("decoder_attention_mask" if target.config.is_encoder_decoder else "attention_mask")
+    if mask is not None and mask.shape == context.input_ids.shape:
+        kwargs["attention_mask"] = mask
+    if target.config.is_encoder_decoder:  # a decoder-only assistant that reads the target's encoder (DistilWhisper)
+        kwargs["encoder_outputs"] = context.model_kwargs["encoder_outputs"]
+    elif context.input_ids.shape[1] > 0:
+        if "position_ids" in inspect.signature(assistant.forward).parameters:
+            kwargs["position_ids"] = assistant._prepare_position_ids_for_generation(context.input_ids, kwargs)
+    return kwargs

@@ -1,0 +1,109 @@
+"""What a drafter is asked, what it answers and what it learns."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..token_tree import TokenTree
+
+if TYPE_CHECKING:
+    from ..config import SpecStateConfig
+    from ..sequences import Sequences
+
+
+@dataclass
+class DraftContext:
+    """
+    The generation that a drafter works for; handed to [`Drafter.start`] once.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        sequences ([`Sequences`]): The rows' tokens, kept up to date.
+        config ([`SpecStateConfig`]): The call's configuration.
+        generation_config (`GenerationConfig`): As `generate()` prepared it.
+        logits_processor (`LogitsProcessorList`): Those of the target's processors that keep no state.
+        input_ids (`torch.LongTensor` of shape `(batch_size, prompt_length)`): The padded prompt.
+        model_kwargs (`dict`): The target's model inputs before its prefill, without its cache.
+        inputs_tensor (`torch.Tensor`, *optional*): What an encoder read.
+        assistant_model (`PreTrainedModel`, *optional*): The user's assistant, or the target's first layers.
+        tokenizer, assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): As passed to `generate()`.
+    """
+
+    model: PreTrainedModel
+    sequences: "Sequences"
+    config: "SpecStateConfig"
+    generation_config: GenerationConfig
+    logits_processor: LogitsProcessorList
+    input_ids: torch.LongTensor
+    model_kwargs: dict[str, Any]
+    inputs_tensor: torch.Tensor | None = None
+    assistant_model: PreTrainedModel | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    assistant_tokenizer: PreTrainedTokenizerBase | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.config.get_text_config(decoder=True).vocab_size
+
+
+@dataclass
+class DraftRequest:
+    """
+    What is wanted for one row: at most `max_nodes` nodes, no deeper than `max_depth`, at most `width` children of a
+    node (1: a chain). `token_ids` are the row's tokens so far, prompt first, without padding; read them only.
+    """
+
+    row: int
+    token_ids: list[int]
+    max_nodes: int
+    max_depth: int
+    width: int
+
+
+@dataclass
+class DraftOutcome:
+    """
+    How a row's draft fared.
+
+    Args:
+        row (`int`): The row.
+        tree ([`TokenTree`]): What was verified.
+        accepted (`list[int]`): The accepted nodes, from the root down.
+        token_ids (`list[int]`): The tokens committed in this round: the accepted ones and the one that the target added.
+        answers (`list[int]` of length `1 + nodes`):
+            The target's raw choice (argmax of its unprocessed logits) after the root and after every node.
+    """
+
+    row: int
+    tree: TokenTree
+    accepted: list[int]
+    token_ids: list[int]
+    answers: list[int] = field(default_factory=list)
+
+
+class Drafter:
+    """
+    Base class of drafters. A drafter is a small dataclass with one method, [`~Drafter.propose`]; registering it in
+    `hf_specstate.drafting.DRAFTERS` gives it a name. Each generation works on a copy of its own, so attributes set in
+    [`~Drafter.start`] are private to the call. Random numbers come from a private generator, never the global one.
+    """
+
+    name: ClassVar[str]
+    wants_answers: ClassVar[bool] = False  # fill `DraftOutcome.answers`, at the price of a host read when sampling
+
+    def start(self, context: DraftContext) -> None:
+        """Called once, before the first proposal."""
+
+    def propose(self, request: DraftRequest) -> TokenTree:
+        """Candidate continuations of one row; an empty tree when there is nothing to say."""
+        raise NotImplementedError
+
+    def propose_rows(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
+        """Proposals for several rows at once; override it where rows share a forward."""
+        return [self.propose(request) for request in requests]
+
+    def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
+        """Called after each round with what became of the proposals."""

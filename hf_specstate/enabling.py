@@ -1,0 +1,170 @@
+"""Turning speculation on and off for a model: the subclass swap and the extra arguments of `generate()`."""
+
+from threading import Lock
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.generation import GenerationMode
+
+from .calls import ARGUMENTS, SpecCall, decode
+
+# assistants that live inside transformers' own loop: they draft from the target's hidden states
+STOCK_ONLY_ASSISTANTS = ("Gemma4Assistant", "Gemma4UnifiedAssistant")
+
+_classes: dict[type, type] = {}
+_lock = Lock()
+
+
+class SpecStateMixin:
+    """
+    Sits before a model's own class. Calls that neither speculate nor use this package's arguments run the stock code.
+    """
+
+    def _prepare_generation_config(self, generation_config: GenerationConfig | None, **kwargs: Any):
+        asked = {name: kwargs.pop(name) for name in ARGUMENTS if name in kwargs}
+        call = SpecCall.read(asked, kwargs, generation_config, self.generation_config)
+        prepared, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
+        for name in ARGUMENTS:  # so that an assistant which is handed this config does not speculate in its turn
+            prepared.__dict__.pop(name, None)
+        prepared._spec_call = None if prepared.is_assistant else call
+        if call.is_explicit and not prepared.is_assistant:
+            _refuse_other_modes(prepared)
+            prepared.return_dict_in_generate = prepared.return_dict_in_generate or call.return_spec_states
+        return prepared, model_kwargs
+
+    def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
+        assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
+        if assisted and _takes_over(generation_config, generation_mode_kwargs.get("assistant_model")):
+            return  # batches, several return sequences and other vocabularies are checked by `decode`
+        super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
+
+    def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        call = getattr(generation_config, "_spec_call", None)
+        if call is None or not call.is_explicit:
+            return super()._sample(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
+        return decode(self, call, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
+
+    def _assisted_decoding(
+        self,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        inputs_tensor=None,
+        assistant_model=None,
+        **kwargs,
+    ):
+        arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
+        kwargs |= {"inputs_tensor": inputs_tensor, "assistant_model": assistant_model}
+        if not _takes_over(generation_config, assistant_model):
+            return super()._assisted_decoding(*arguments, **kwargs)
+        return decode(self, generation_config._spec_call, *arguments, **kwargs)
+
+    def __reduce_ex__(self, protocol):
+        """Pickle and deepcopy by the model's own class, which an importer can find."""
+        _, _, *state = super().__reduce_ex__(protocol)
+        return (_new_enabled, (type(self)._hf_specstate_base,), *state)
+
+
+def enable(model: PreTrainedModel) -> PreTrainedModel:
+    """
+    Lets `model.generate()` speculate: with an assistant (`assistant_model=`, `assistant_early_exit=`,
+    `prompt_lookup_num_tokens=`), or without one when `return_spec_states=True` or `spec_config=` is given. Works in
+    place, by putting a class before the model's own; weights, config, hooks and `isinstance` are untouched.
+
+    Args:
+        model (`PreTrainedModel`): A model that can generate. A `torch.compile`d one is enabled inside its wrapper.
+
+    Returns:
+        `PreTrainedModel`: The same object.
+
+    Raises:
+        TypeError: something else than a generating transformers model; the message says what to pass.
+    """
+    inner = getattr(model, "_orig_mod", model)
+    if not (isinstance(inner, PreTrainedModel) and isinstance(inner, GenerationMixin)):
+        raise TypeError(_what_to_enable(inner))
+    if not is_enabled(inner):
+        inner.__class__ = _enabled_class(type(inner))
+    return model
+
+
+def disable(model: PreTrainedModel) -> PreTrainedModel:
+    """Undoes [`enable`], in place; returns the same object."""
+    inner = getattr(model, "_orig_mod", model)
+    if is_enabled(inner):
+        inner.__class__ = type(inner)._hf_specstate_base
+    return model
+
+
+def is_enabled(model: PreTrainedModel) -> bool:
+    """Whether [`enable`] was called on `model`."""
+    return isinstance(getattr(model, "_orig_mod", model), SpecStateMixin)
+
+
+def _enabled_class(base: type) -> type:
+    """One class per model class. It keeps the name and module, which configs and pipelines read."""
+    with _lock:
+        if base not in _classes:
+            names = ("__module__", "__qualname__", "__doc__")
+            namespace = {name: getattr(base, name) for name in names} | {"_hf_specstate_base": base}
+            _classes[base] = type(base)(base.__name__, (SpecStateMixin, base), namespace)
+    return _classes[base]
+
+
+def _new_enabled(base: type) -> torch.nn.Module:
+    enabled = _enabled_class(base)
+    return enabled.__new__(enabled)
+
+
+def _what_to_enable(model) -> str:
+    kind = type(model).__name__
+    if hasattr(model, "get_base_model"):
+        return f"A {kind} only wraps a model: enable its base, `hf_specstate.enable(model.get_base_model())`."
+    if isinstance(getattr(model, "module", None), torch.nn.Module):
+        return f"A {kind} only wraps a model: enable `model.module`."
+    return f"`enable` takes a transformers model that can generate, got {kind}."
+
+
+def _takes_over(generation_config: GenerationConfig, assistant_model: PreTrainedModel | None) -> bool:
+    """
+    Whether this package decodes an assisted call.
+
+    Raises:
+        ValueError: its arguments were used with an assistant that works in transformers' own loop only.
+    """
+    call = getattr(generation_config, "_spec_call", None)
+    if call is None:
+        return False
+    kind = None
+    if generation_config.use_mtp:
+        kind = "`use_mtp=True`"
+    elif getattr(generation_config, "speculation_type", None) == "dflash":
+        kind = "`speculation_type='dflash'`"
+    elif type(assistant_model).__name__.startswith(STOCK_ONLY_ASSISTANTS):
+        kind = f"A {type(assistant_model).__name__}"
+    if kind is not None and call.is_explicit:
+        raise ValueError(
+            f"{kind} drafts from the target's hidden states inside transformers' own loop; leave out `return_spec_states` "
+            "and `spec_config`."
+        )
+    return kind is None
+
+
+def _refuse_other_modes(generation_config: GenerationConfig) -> None:
+    """
+    Raises:
+        ValueError: beam search, contrastive search or another mode that selects whole sequences.
+    """
+    if generation_config.cache_implementation == "paged":
+        raise ValueError(
+            "`return_spec_states` and `spec_config` cannot be combined with `cache_implementation='paged'`, which "
+            "switches to continuous batching; leave it out."
+        )
+    mode = generation_config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION):
+        raise ValueError(
+            f"`return_spec_states` and `spec_config` work with greedy decoding and sampling; these arguments ask for "
+            f"{mode.value.replace('_', ' ')}."
+        )

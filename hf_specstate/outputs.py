@@ -1,0 +1,176 @@
+"""What an enabled model's `generate()` returns, and how the per-token outputs are gathered from tree forwards."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import Cache, GenerationConfig
+from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
+from transformers.utils import ModelOutput
+
+from .logits_processor import SpecStateLogitsProcessor
+from .row_cache import RowCache
+from .states import SpecStates
+
+
+@dataclass
+class SpecDecoderOnlyOutput(GenerateDecoderOnlyOutput):
+    """
+    [`~generation.GenerateDecoderOnlyOutput`] with the speculative states.
+
+    Args:
+        spec_states ([`SpecStates`], *optional*, returned when `return_spec_states=True`):
+            What was drafted and accepted, by row and round.
+    """
+
+    spec_states: SpecStates | None = None
+
+
+@dataclass
+class SpecEncoderDecoderOutput(GenerateEncoderDecoderOutput):
+    """
+    [`~generation.GenerateEncoderDecoderOutput`] with the speculative states.
+
+    Args:
+        spec_states ([`SpecStates`], *optional*, returned when `return_spec_states=True`):
+            What was drafted and accepted, by row and round.
+    """
+
+    spec_states: SpecStates | None = None
+
+
+class OutputCollector:
+    """
+    Gathers `scores`, `logits`, `hidden_states` and `attentions` of the committed tokens, laid out as plain
+    `generate()` returns them: one entry a step, `batch_size` rows in each. A row that has ended has zeros.
+
+    Args:
+        generation_config (`GenerationConfig`): Says which of them are wanted.
+        is_encoder_decoder (`bool`): Names the attention outputs and the returned class.
+        capture ([`SpecStateLogitsProcessor`]): Holds the processed scores of the tokens being committed.
+        batch_size (`int`): Rows.
+    """
+
+    def __init__(
+        self,
+        generation_config: GenerationConfig,
+        is_encoder_decoder: bool,
+        capture: SpecStateLogitsProcessor,
+        batch_size: int,
+    ):
+        wanted = generation_config.return_dict_in_generate
+        prefix = "decoder_" if is_encoder_decoder else ""
+        self._is_encoder_decoder = is_encoder_decoder
+        self._capture = capture
+        # row -> step -> (vocab_size,)
+        self._scores = [[] for _ in range(batch_size)] if wanted and generation_config.output_scores else None
+        self._logits = [[] for _ in range(batch_size)] if wanted and generation_config.output_logits else None
+        layered = []
+        if wanted and generation_config.output_hidden_states:
+            layered.append(prefix + "hidden_states")
+        if wanted and generation_config.output_attentions:
+            layered += [prefix + "attentions"] + (["cross_attentions"] if is_encoder_decoder else [])
+        # name -> row -> step -> one tensor a layer, of shape (1, ...)
+        self._layered: dict[str, list[list[tuple]]] = {name: [[] for _ in range(batch_size)] for name in layered}
+        self._first: dict[str, tuple] = {}
+
+    @property
+    def wants_scores(self) -> bool:
+        return self._scores is not None
+
+    @property
+    def step_scores(self) -> Sequence | None:
+        """The scores so far, as stopping criteria get them."""
+        return None if self._scores is None else _StepScores(self._scores)
+
+    def prefill(self, outputs: ModelOutput) -> None:
+        """Step 0 has the hidden states and attentions of the whole prompt."""
+        self._first = {name: outputs[name] for name in self._layered if outputs.get(name) is not None}
+
+    def commit(self, row: int, logits: torch.Tensor, length: int) -> None:
+        """
+        A token of `row`, which had `length` tokens before it, was chosen from `logits` of shape `(vocab_size,)`.
+        """
+        if self._scores is not None:
+            self._scores[row].append(self._capture.scores_at(length, row).clone())
+        if self._logits is not None:
+            self._logits[row].append(logits.clone())
+
+    def end_step(self) -> None:
+        """Every row of the step has been committed."""
+        self._capture.captured.clear()
+
+    def keep(self, outputs: ModelOutput, paths: list[list[int]], rows: RowCache) -> None:
+        """Takes the hidden states and attentions along every row's kept slots; called before the cache keeps them."""
+        for name, by_row in self._layered.items():
+            layers = outputs.get(name)
+            if layers is None or layers[0] is None:  # some models never return attentions
+                continue
+            for row, path in enumerate(paths):
+                for depth, slot in enumerate(path):
+                    if name.endswith("hidden_states"):
+                        step = tuple(layer[row : row + 1, slot : slot + 1].clone() for layer in layers)
+                    elif name == "cross_attentions":
+                        step = tuple(layer[row : row + 1, :, slot : slot + 1].clone() for layer in layers)
+                    else:
+                        step = _attentions_of(layers, rows, row, path[: depth + 1])
+                    by_row[row].append(step)
+
+    def build(self, outputs: dict[str, Any], spec_states: SpecStates | None) -> ModelOutput:
+        """The dataclass that `generate()` returns, from the fields known outside and what was gathered here."""
+        fields = dict(outputs)
+        fields["scores"] = None if self._scores is None else tuple(_StepScores(self._scores))
+        fields["logits"] = None if self._logits is None else tuple(_StepScores(self._logits))
+        for name, by_row in self._layered.items():
+            first = (self._first[name],) if name in self._first else ()
+            fields[name] = first + self._stack_layers(by_row)
+        if spec_states is not None:
+            kind = SpecEncoderDecoderOutput if self._is_encoder_decoder else SpecDecoderOnlyOutput
+            return kind(**fields, spec_states=spec_states)
+        return (GenerateEncoderDecoderOutput if self._is_encoder_decoder else GenerateDecoderOnlyOutput)(**fields)
+
+    @staticmethod
+    def _stack_layers(by_row: list[list[tuple]]) -> tuple:
+        steps = []
+        for step in range(max(len(row) for row in by_row)):
+            example = next(row[step] for row in by_row if step < len(row))
+            rows = [row[step] if step < len(row) else tuple(map(torch.zeros_like, example)) for row in by_row]
+            steps.append(tuple(torch.cat(layer) for layer in zip(*rows, strict=True)))
+        return tuple(steps)
+
+
+class _StepScores(Sequence):
+    """Per-row lists of `(vocab_size,)` read as one `(batch_size, vocab_size)` a step, stacked only when looked at."""
+
+    def __init__(self, by_row: list[list[torch.Tensor]]):
+        self._by_row = by_row
+
+    def __len__(self) -> int:
+        return max(len(row) for row in self._by_row)
+
+    def __getitem__(self, step):
+        if isinstance(step, slice):
+            return tuple(self[place] for place in range(*step.indices(len(self))))
+        step = step + len(self) if step < 0 else step
+        if not 0 <= step < len(self):
+            raise IndexError(step)
+        example = next(row[step] for row in self._by_row if step < len(row))
+        rows = [row[step] if step < len(row) else torch.zeros_like(example) for row in self._by_row]
+        return torch.stack(rows)
+
+
+def _attentions_of(layers: tuple, rows: RowCache, row: int, path: list[int]) -> tuple:
+    """The last token of `path` attending to its row, tokens in order: `(1, heads, 1, length so far)` for each layer."""
+    order = rows.index[row].argsort(stable=True)[rows.slots - rows.lengths[row] :]
+    columns = torch.cat([order, torch.tensor([rows.slots + slot for slot in path], device=order.device)])
+    written = rows.slots + rows.pending
+    picked = []
+    for layer, is_sliding in zip(layers, rows.cache.is_sliding, strict=False):
+        held = layer.shape[-1]
+        seen = columns[-rows.sliding_layer.get_max_length() :] if is_sliding else columns
+        piece = layer[row : row + 1, :, path[-1] : path[-1] + 1, seen - max(written - held, 0)]
+        if held > written:  # a static layer shows its empty slots too
+            piece = torch.nn.functional.pad(piece, (0, held - piece.shape[-1]))
+        picked.append(piece.clone())
+    return tuple(picked)

@@ -1,0 +1,62 @@
+"""How many tokens to draft for a row: transformers' schedules."""
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+from transformers import PreTrainedModel
+
+from ..drafting.base import DraftOutcome
+
+# what the `heuristic` schedule has learned about an enabled model; it goes when the model goes
+_remembered: "WeakKeyDictionary[PreTrainedModel, int]" = WeakKeyDictionary()
+
+
+class ConstantLength:
+    """`"constant"`: the same number of tokens in every round."""
+
+    def __init__(self, num_tokens: int):
+        self._num_tokens = num_tokens
+
+    def max_nodes(self, row: int) -> int:
+        return self._num_tokens
+
+    def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
+        """Nothing to learn."""
+
+    def close(self, model: PreTrainedModel) -> None:
+        """Nothing to remember."""
+
+
+class HeuristicLength:
+    """
+    `"heuristic"` and `"heuristic_transient"`: two tokens more after a draft that was accepted as a whole, one fewer (at
+    least one) after another. A round without a draft says nothing about drafts and changes nothing.
+    """
+
+    def __init__(self, num_tokens: int, batch_size: int, remembers: bool):
+        self._num_tokens = [num_tokens] * batch_size
+        self._remembers = remembers
+
+    def max_nodes(self, row: int) -> int:
+        return self._num_tokens[row]
+
+    def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
+        for outcome in outcomes:
+            if not len(outcome.tree):
+                continue
+            whole = len(outcome.accepted) == max(outcome.tree.depths)
+            current = self._num_tokens[outcome.row]
+            self._num_tokens[outcome.row] = current + 2 if whole else max(1, current - 1)
+
+    def close(self, model: PreTrainedModel) -> None:
+        """The next `"heuristic"` call of the model starts from where this one ended, on the average of its rows."""
+        if self._remembers:
+            _remembered[model] = round(sum(self._num_tokens) / len(self._num_tokens))
+
+
+def make_schedule(name: str, num_tokens: int, model: PreTrainedModel, batch_size: int):
+    if name == "constant":
+        return ConstantLength(num_tokens)
+    if name == "heuristic":
+        return HeuristicLength(_remembered.get(model, num_tokens), batch_size, remembers=True)
+    return HeuristicLength(num_tokens, batch_size, remembers=False)

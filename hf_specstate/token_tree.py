@@ -1,0 +1,168 @@
+"""Token trees: what a drafter proposes for one row, and how the rows' trees are packed into one forward."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass
+class TokenTree:
+    """
+    Candidate continuations of one row. Node `i` follows node `parents[i]`, or the row's last committed token (the
+    *root*) if `parents[i]` is -1. Parents come before their children. A chain is a tree.
+
+    Args:
+        token_ids (`list[int]` of length `nodes`): The drafted tokens.
+        parents (`list[int]` of length `nodes`): Index of each node's parent, -1 for the root.
+        log_probs (`list[float]` of length `nodes`):
+            Natural log of the drafter's probability of the node given its parent; NaN where it has none.
+        sources (`list[str]` of length `nodes`): Name of the drafter of each node.
+        draft_probs (`torch.Tensor` of shape `(nodes, vocab_size)`, *optional*):
+            The full distributions that the nodes were drawn from, for `"rejection"` acceptance. Absent for nodes that
+            were chosen rather than drawn.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    draft_probs: torch.Tensor | None = None
+
+    @classmethod
+    def from_paths(cls, paths: Iterable[Sequence[int]], source: str, max_nodes: int | None = None) -> "TokenTree":
+        """The tree of several continuations, shared beginnings stored once, at most `max_nodes` nodes, first path first."""
+        tree = cls()
+        children: dict[tuple[int, int], int] = {}
+        for path in paths:
+            parent = -1
+            for token in path:
+                known = children.get((parent, token))
+                if known is None:
+                    if max_nodes is not None and len(tree) >= max_nodes:
+                        break
+                    known = children[parent, token] = tree.add(token, parent, source)
+                parent = known
+        return tree
+
+    def add(self, token: int, parent: int, source: str, log_prob: float = math.nan) -> int:
+        """Appends a node and returns its index."""
+        if not -1 <= parent < len(self.token_ids):
+            raise ValueError(f"A node's parent must come before it: parent {parent} of node {len(self.token_ids)}.")
+        self.token_ids.append(int(token))
+        self.parents.append(parent)
+        self.log_probs.append(log_prob)
+        self.sources.append(source)
+        return len(self.token_ids) - 1
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def depths(self) -> list[int]:
+        """Distance of each node from the root, 1 for the root's children."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return depths
+
+    @property
+    def is_chain(self) -> bool:
+        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+
+    def child(self, parent: int, token: int) -> int | None:
+        """The node for `token` after `parent` (-1: the root), if it was drafted."""
+        for node in range(parent + 1, len(self.token_ids)):
+            if self.parents[node] == parent and self.token_ids[node] == token:
+                return node
+        return None
+
+    def path_to(self, node: int) -> list[int]:
+        """The nodes from the root's child down to `node`."""
+        path = []
+        while node >= 0:
+            path.append(node)
+            node = self.parents[node]
+        return path[::-1]
+
+    def cut(self, max_nodes: int, max_depth: int) -> "TokenTree":
+        """The first `max_nodes` nodes that lie no deeper than `max_depth`."""
+        keep = [node for node, depth in enumerate(self.depths) if depth <= max_depth][:max_nodes]
+        if len(keep) == len(self):
+            return self
+        new_index = {node: index for index, node in enumerate(keep)} | {-1: -1}
+        return TokenTree(
+            [self.token_ids[node] for node in keep],
+            [new_index[self.parents[node]] for node in keep],
+            [self.log_probs[node] for node in keep],
+            [self.sources[node] for node in keep],
+            None if self.draft_probs is None else self.draft_probs[keep],
+        )
+
+    def merge(self, other: "TokenTree", max_nodes: int) -> "TokenTree":
+        """This tree with the nodes of `other` that it lacks, while there are fewer than `max_nodes`."""
+        merged = TokenTree(list(self.token_ids), list(self.parents), list(self.log_probs), list(self.sources))
+        place = {-1: -1}
+        for node, token in enumerate(other.token_ids):
+            if other.parents[node] not in place:
+                continue
+            parent = place[other.parents[node]]
+            known = merged.child(parent, token)
+            if known is None:
+                if len(merged) >= max_nodes:
+                    continue
+                known = merged.add(token, parent, other.sources[node], other.log_probs[node])
+            place[node] = known
+        return merged
+
+
+@dataclass
+class TreeBatch:
+    """
+    The rows' trees behind their root tokens, padded to one width: the input of one forward. Slot 0 of a row is its
+    root, slot `1 + i` its node `i`. Padding continues a chain (the last nodes of a row that is a chain) and hangs on
+    the root otherwise; nothing follows it and nobody looks it up.
+
+    Args:
+        token_ids (`list[list[int]]` of shape `(batch_size, width)`): Tokens of the slots.
+        parents (`list[list[int]]` of shape `(batch_size, width)`): Slot of each slot's parent, -1 for the root.
+        depths (`list[list[int]]` of shape `(batch_size, width)`): Distance from the root, 0 for the root.
+    """
+
+    token_ids: list[list[int]]
+    parents: list[list[int]]
+    depths: list[list[int]]
+
+    @classmethod
+    def pack(cls, roots: Sequence[int], trees: Sequence[TokenTree], pad_token_id: int, width: int) -> "TreeBatch":
+        batch = cls([], [], [])
+        chains = all(tree.is_chain for tree in trees)
+        for root, tree in zip(roots, trees, strict=True):
+            padding = width - 1 - len(tree)
+            parents = [-1] + [parent + 1 for parent in tree.parents]
+            parents += list(range(len(parents) - 1, width - 1)) if chains else [0] * padding
+            depths = [0]
+            for parent in parents[1:]:
+                depths.append(depths[parent] + 1)
+            batch.token_ids.append([root, *tree.token_ids, *[pad_token_id] * padding])
+            batch.parents.append(parents)
+            batch.depths.append(depths)
+        return batch
+
+    @property
+    def width(self) -> int:
+        return len(self.token_ids[0])
+
+    @property
+    def is_chain(self) -> bool:
+        return all(parent == slot - 1 for parents in self.parents for slot, parent in enumerate(parents))
+
+    def ancestors(self) -> torch.Tensor:
+        """`torch.BoolTensor` of shape `(batch_size, width, width)`: does slot `i` see slot `j` (itself included)?"""
+        seen = torch.eye(self.width, dtype=torch.bool).repeat(len(self.parents), 1, 1)
+        for row, parents in enumerate(self.parents):
+            for slot, parent in enumerate(parents):
+                if parent >= 0:
+                    seen[row, slot] |= seen[row, parent]
+        return seen

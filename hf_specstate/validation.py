@@ -1,0 +1,137 @@
+"""What cannot be done, said in one sentence before the prefill."""
+
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
+
+from .compat import CACHE_NAME, self_attention_cache
+from .config import SpecStateConfig
+from .model_support import ModelSupport
+
+# Rows of an embedding matrix that models of one tokenizer may differ by: matrices are padded to multiples of up to 512.
+LARGEST_VOCAB_PADDING = 512
+
+
+def check_generation(model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: the target, its cache or an option of the call cannot be combined with speculation.
+    """
+    if generation_config.assistant_ensemble_weight is not None:
+        raise ValueError(
+            "`assistant_ensemble_weight` trades the target's distribution for speed, and this package never does; "
+            "leave it out, or call `hf_specstate.disable(model)` first."
+        )
+    if not model_kwargs.get("use_cache", True):
+        raise ValueError("Speculative decoding needs a cache; leave out `use_cache=False`.")
+    quantization = getattr(model.config, "quantization_config", None)
+    if quantization is not None and _get(quantization, "load_in_8bit") and _get(quantization, "llm_int8_threshold", 6.0):
+        raise ValueError(
+            "bitsandbytes int8 with an outlier threshold gives other logits for several tokens than for one, so the text "
+            "would change; load the model with `BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0)`."
+        )
+    cache = model_kwargs.get(CACHE_NAME)
+    if cache is None:
+        raise ValueError(f"{type(model).__name__} keeps no transformers `Cache`, so drafts cannot be taken back.")
+    check_cache(cache)
+
+
+def check_cache(cache) -> None:
+    """
+    Raises:
+        ValueError: rejected tokens could not be taken out of `cache`.
+    """
+    kind = type(cache).__name__
+    cache = self_attention_cache(cache)
+    if getattr(cache, "offloading", False):
+        raise ValueError(
+            "`cache_implementation='offloaded'` moves the cache away while it is read; use a dynamic or a static cache."
+        )
+    for layer in cache.layers:
+        if isinstance(layer, StaticLayer) and getattr(layer, "is_sliding", False) and not layer.is_croppable:
+            raise ValueError(
+                "A static cache overwrites what leaves a sliding window, so drafts cannot be taken back; use the dynamic "
+                "cache (leave out `cache_implementation`)."
+            )
+        attends = hasattr(layer, "keys") and not hasattr(layer, "conv_states")
+        known = isinstance(layer, StaticLayer) or type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+        if attends and not known and not layer.is_croppable:
+            raise ValueError(
+                f"A {kind} cannot be cropped, so drafts cannot be taken back; use a dynamic or a static cache (leave out "
+                "`cache_implementation`)."
+            )
+
+
+def check_support(model: PreTrainedModel, support: ModelSupport, role: str) -> None:
+    """
+    Raises:
+        ValueError: `model`, the "model" or the "assistant_model", cannot take back rejected tokens.
+    """
+    if support.rows == "none":
+        way_out = (
+            "call `generate()` without an assistant and without `return_spec_states`"
+            if role == "model"
+            else "use another assistant, or none"
+        )
+        raise ValueError(
+            f"The {role} {type(model).__name__} cannot speculate exactly ({support.reason}); {way_out}."
+        )
+
+
+def check_assistant(
+    model: PreTrainedModel,
+    assistant_model: PreTrainedModel | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    assistant_tokenizer: PreTrainedTokenizerBase | None,
+    synced_gpus: bool,
+) -> None:
+    """
+    Raises:
+        ValueError: the assistant speaks another vocabulary and the tokenizers were not given, or it is sharded.
+    """
+    if assistant_model is None:
+        return
+    from transformers.integrations.fsdp import is_fsdp_managed_module
+
+    if synced_gpus and is_fsdp_managed_module(assistant_model):
+        raise ValueError(
+            "`assistant_model` is sharded over the ranks, which draft different numbers of steps; give every rank a whole "
+            "assistant, or leave it out."
+        )
+    ours, theirs = (m.config.get_text_config(decoder=True).vocab_size for m in (model, assistant_model))
+    if abs(ours - theirs) > LARGEST_VOCAB_PADDING and (tokenizer is None or assistant_tokenizer is None):
+        raise ValueError(
+            f"`assistant_model` has a vocabulary of {theirs} tokens and the model one of {ours}; pass `tokenizer=` and "
+            "`assistant_tokenizer=` to draft across tokenizers."
+        )
+
+
+def speak_alike(
+    model: PreTrainedModel,
+    assistant_model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    assistant_tokenizer: PreTrainedTokenizerBase | None,
+) -> bool:
+    """Whether a token id means the same to both models (a padded vocabulary is no difference)."""
+    if tokenizer is None or assistant_tokenizer is None or tokenizer is assistant_tokenizer:
+        return True
+    return tokenizer.get_vocab() == assistant_tokenizer.get_vocab()
+
+
+def check_config(config: SpecStateConfig) -> None:
+    """
+    Raises:
+        ValueError: two fields of `spec_config` exclude each other.
+    """
+    if config.acceptance == "rejection" and config.tree_width > 1:
+        raise ValueError(
+            "`spec_config.acceptance='rejection'` verifies chains only; leave `tree_width` at 1, or use `'match'`."
+        )
+
+
+def _get(settings, name: str, default=None):
+    """Quantisation configs are objects on loaded models and dicts on others."""
+    return settings.get(name, default) if isinstance(settings, dict) else getattr(settings, name, default)
+
+
