@@ -32,12 +32,12 @@ from .validation import check_assistant, check_config, check_generation, check_s
 from .verification import CachedModel
 
 ARGUMENTS = ("return_spec_states", "spec_config")  # of `generate()`, beside transformers' own
-DEFAULT_MAX_NODES = 8
-# field of SpecStateConfig -> generation argument of transformers with the same meaning
+DEFAULTS = {"max_nodes": 8, "schedule": "constant"}
+# field of SpecStateConfig -> generation arguments of transformers with the same meaning
 TRANSFORMERS_ARGUMENTS = {
-    "max_nodes": "num_assistant_tokens",
-    "schedule": "num_assistant_tokens_schedule",
-    "confidence_threshold": "assistant_confidence_threshold",
+    "max_nodes": ("prompt_lookup_num_tokens", "num_assistant_tokens"),
+    "schedule": ("num_assistant_tokens_schedule",),
+    "confidence_threshold": ("assistant_confidence_threshold",),
 }
 
 
@@ -80,40 +80,28 @@ class SpecCall:
         }
         config = SpecStateConfig.from_any(chosen["spec_config"])
         check_config(config)
-        resolved = {
-            name: _first(
-                [
-                    call_kwargs.get(argument),
-                    getattr(config, name),
-                    *(getattr(known, argument, None) for known in configs),
-                ]
-            )
-            for name, argument in TRANSFORMERS_ARGUMENTS.items()
-        }
-        lookup = call_kwargs.get("prompt_lookup_num_tokens")
-        resolved["max_nodes"] = _first(
-            [lookup, resolved["max_nodes"], *(getattr(known, "prompt_lookup_num_tokens", None) for known in configs)]
-        )
+        resolved: dict[str, Any] = {}
+        for name, arguments in TRANSFORMERS_ARGUMENTS.items():
+            in_call = [call_kwargs.get(argument) for argument in arguments]
+            in_configs = [getattr(known, argument, None) for known in configs for argument in arguments]
+            resolved[name] = _first([*in_call, getattr(config, name), *in_configs])
         explicit = bool(chosen["return_spec_states"]) or chosen["spec_config"] is not None
         return cls(replace(config, **resolved), bool(chosen["return_spec_states"]), explicit)
 
     def with_assistant(self, assistant: PreTrainedModel | None) -> SpecStateConfig:
-        """The complete configuration: what is still open comes from the assistant's generation config, then defaults."""
+        """The complete configuration: what is open comes from the assistant's generation config, then from defaults."""
         theirs = getattr(assistant, "generation_config", None)
-        open_fields = {
-            name: getattr(theirs, argument, None)
-            for name, argument in TRANSFORMERS_ARGUMENTS.items()
-            if getattr(self.config, name) is None
-        }
-        config = replace(self.config, **open_fields)
-        defaults = {"max_nodes": DEFAULT_MAX_NODES, "schedule": "constant"}
-        return replace(config, **{name: value for name, value in defaults.items() if getattr(config, name) is None})
+        completed: dict[str, Any] = {}
+        for name, arguments in TRANSFORMERS_ARGUMENTS.items():
+            of_assistant = [getattr(theirs, argument, None) for argument in arguments]
+            completed[name] = _first([getattr(self.config, name), *of_assistant, DEFAULTS.get(name)])
+        return replace(self.config, **completed)
 
 
 def decode(
     model: PreTrainedModel,
     call: SpecCall,
-    input_ids: torch.LongTensor,
+    input_ids: torch.Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
@@ -124,7 +112,7 @@ def decode(
     assistant_tokenizer: PreTrainedTokenizerBase | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     **model_kwargs,
-) -> ModelOutput | torch.LongTensor:
+) -> ModelOutput | torch.Tensor:
     """The decoding method of an enabled model; arguments and result as of `GenerationMixin._assisted_decoding`."""
     check_generation(model, generation_config, model_kwargs)
     check_assistant(model, assistant_model, tokenizer, assistant_tokenizer, synced_gpus)
@@ -132,28 +120,13 @@ def decode(
     check_support(model, support, "model")
     if generation_config.assistant_early_exit is not None:
         assistant_model = early_exit_view(model, generation_config.assistant_early_exit)
-    alike = assistant_model is None or speak_alike(model, assistant_model, tokenizer, assistant_tokenizer)
+    alike = assistant_model is None or speak_alike(tokenizer, assistant_tokenizer)
     config = call.with_assistant(assistant_model)
-    names = config.drafters or [_default_drafter(assistant_model, alike, generation_config)]
-    assistant_rows = None
-    if "assistant" in [getattr(drafter, "name", drafter) for drafter in names] and assistant_model is not None:
-        assistant_support = probe(assistant_model)
-        check_support(assistant_model, assistant_support, "assistant_model")
-        assistant_rows = assistant_support.rows
-
-    batch_size = input_ids.shape[0]
-    lockstep = batch_size > 1 and (
-        config.lockstep
-        or "lockstep" in (support.rows, assistant_rows)
-        or _needs_lockstep(logits_processor, stopping_criteria)
-    )
-    together = lockstep or batch_size == 1
     mask = model_kwargs.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
     pad = generation_config._pad_token_tensor
-    sequences = Sequences(input_ids, mask, 0 if pad is None else int(pad))
     context = DraftContext(
         model=model,
-        sequences=sequences,
+        sequences=Sequences(input_ids, mask, 0 if pad is None else int(pad)),
         config=config,
         generation_config=generation_config,
         logits_processor=LogitsProcessorList(filter(is_stateless, logits_processor)),
@@ -164,38 +137,46 @@ def decode(
         tokenizer=tokenizer,
         assistant_tokenizer=None if alike else assistant_tokenizer,
     )
-    candidates = SpecStateCandidateGenerator(
-        context,
-        [copy.copy(drafter) if isinstance(drafter, Drafter) else DRAFTERS[drafter]() for drafter in names],
-        make_schedule(config.schedule, int(config.max_nodes), model, batch_size),
-        width=config.tree_width if support.tree else 1,
+    drafters = _make_drafters(context)
+    drafters_need_lockstep = [drafter.needs_lockstep(context) for drafter in drafters]
+    batch_size = input_ids.shape[0]
+    lockstep = (
+        config.lockstep
+        or support.rows == "lockstep"
+        or any(drafters_need_lockstep)
+        or _needs_lockstep(logits_processor, stopping_criteria)
     )
+    schedule = make_schedule(str(config.schedule), config.max_nodes or 0, model, batch_size)
+    width = config.tree_width if support.tree else 1
     decoding = SpeculativeDecoding(
         target=CachedModel(model, model_kwargs, generation_config, support),
-        candidates=candidates,
-        sequences=sequences,
+        candidates=SpecStateCandidateGenerator(context, drafters, schedule, width),
+        sequences=context.sequences,
         logits_processor=logits_processor,
         stopping_criteria=stopping_criteria,
         generation_config=generation_config,
         streamer=streamer,
         synced_gpus=synced_gpus,
-        together=together,
+        together=lockstep or batch_size == 1,
         rejection=config.acceptance == "rejection",
         states=SpecStates(batch_size) if call.return_spec_states else None,
     )
     return decoding.run(input_ids)
 
 
-def _default_drafter(assistant_model, alike: bool, generation_config: GenerationConfig) -> str:
-    if assistant_model is None or generation_config.prompt_lookup_num_tokens is not None:
-        return "prompt_lookup"
-    return "assistant" if alike else "stock"
+def _make_drafters(context: DraftContext) -> list[Drafter]:
+    """A copy of its own of every drafter that the call asks for, so that calls share nothing."""
+    named = context.config.drafters
+    if named is None:
+        lookup = context.assistant_model is None or context.generation_config.prompt_lookup_num_tokens is not None
+        named = ["prompt_lookup" if lookup else "assistant" if context.assistant_tokenizer is None else "stock"]
+    return [copy.copy(drafter) if isinstance(drafter, Drafter) else DRAFTERS[drafter]() for drafter in named]
 
 
 def _needs_lockstep(logits_processor: LogitsProcessorList, stopping_criteria: StoppingCriteriaList) -> bool:
     """
-    Whether something watches the rows that would notice them diverging: a processor or criterion that may keep state, or
-    the rule that without an EOS criterion ended rows go on until all have ended.
+    Whether something would notice that rows diverge: a processor or criterion that may keep state, or the rule that
+    without an EOS criterion ended rows go on until all have ended.
     """
     if not all(map(is_stateless, logits_processor)):
         return True
@@ -207,5 +188,3 @@ def _needs_lockstep(logits_processor: LogitsProcessorList, stopping_criteria: St
 
 def _first(values):
     return next((value for value in values if value is not None), None)
-
-

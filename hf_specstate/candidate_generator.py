@@ -40,7 +40,7 @@ class SpecStateCandidateGenerator(CandidateGenerator):
         self.width = width
         self.drafters: list[Drafter] = list(drafters)
         self._merges = context.config.acceptance == "match"
-        self._previous: DraftOutcome | None = None  # of row 0, for the stock loop
+        self._previous = DraftOutcome(0, TokenTree(), [], [])  # in the stock loop
         for drafter in drafters:
             self._guarded(drafter, lambda drafter=drafter: drafter.start(context))
 
@@ -102,7 +102,7 @@ class SpecStateCandidateGenerator(CandidateGenerator):
 
     # ------------------------------------------------------------------ for the stock loop
 
-    def get_candidates(self, input_ids: torch.LongTensor, **kwargs) -> tuple[torch.LongTensor, None]:
+    def get_candidates(self, input_ids: torch.Tensor, **kwargs) -> tuple[torch.Tensor, None]:
         """
         Args:
             input_ids (`torch.LongTensor` of shape `(1, sequence_length)`): The tokens so far.
@@ -119,7 +119,7 @@ class SpecStateCandidateGenerator(CandidateGenerator):
         drafted = torch.tensor([tree.token_ids], dtype=torch.long, device=input_ids.device)
         return torch.cat([input_ids, drafted], dim=1), None
 
-    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int):
+    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int):
         """
         Args:
             input_ids (`torch.LongTensor` of shape `(1, sequence_length)`): With the tokens of this round.

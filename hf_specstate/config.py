@@ -45,29 +45,34 @@ class SpecStateConfig:
     """
 
     drafters: list[Any] | None = None
-    max_nodes: int | None = None
-    tree_width: int = 1
+    max_nodes: int | None = field(
+        default=None, metadata={"least": 0, "argument": "`num_assistant_tokens` or `prompt_lookup_num_tokens`"}
+    )
+    tree_width: int = field(default=1, metadata={"least": 1})
     acceptance: str = field(default="match", metadata={"choices": ACCEPTANCE})
-    schedule: str | None = field(default=None, metadata={"choices": SCHEDULES})
-    confidence_threshold: float | None = None
+    schedule: str | None = field(
+        default=None, metadata={"choices": SCHEDULES, "argument": "`num_assistant_tokens_schedule`"}
+    )
+    confidence_threshold: float | None = field(default=None, metadata={"argument": "`assistant_confidence_threshold`"})
     lockstep: bool = False
     strict: bool = False
 
     def __post_init__(self):
-        for name, least in (("max_nodes", 0), ("tree_width", 1)):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise ValueError(f"`spec_config.{name}` must be an integer of at least {least}, got {value!r}.")
         for spec in fields(self):
-            value, choices = getattr(self, spec.name), spec.metadata.get("choices")
-            if choices and value is not None and value not in choices:
-                raise ValueError(f"`spec_config.{spec.name}` must be one of {', '.join(choices)}; got {value!r}.")
-        for name in ("lockstep", "strict"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"`spec_config.{name}` must be True or False, got {getattr(self, name)!r}.")
-        threshold = self.confidence_threshold
-        if threshold is not None and not (isinstance(threshold, int | float) and 0 <= threshold <= 1):
-            raise ValueError(f"`spec_config.confidence_threshold` must lie between 0 and 1, got {threshold!r}.")
+            value = getattr(self, spec.name)
+            if value is None and spec.default is None:
+                continue  # left open
+            argument = spec.metadata.get("argument")  # of `generate()`, which ends up in the field
+            name = f"`spec_config.{spec.name}`" + (f" ({argument})" if argument else "")
+            least, choices = spec.metadata.get("least"), spec.metadata.get("choices")
+            if least is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}.")
+            if choices and value not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}.")
+            if isinstance(spec.default, bool) and not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, got {value!r}.")
+            if spec.name == "confidence_threshold" and not (isinstance(value, int | float) and 0 <= value <= 1):
+                raise ValueError(f"{name} must lie between 0 and 1, got {value!r}.")
         self._check_drafters()
 
     def _check_drafters(self) -> None:
@@ -78,9 +83,10 @@ class SpecStateConfig:
         if not isinstance(self.drafters, list | tuple) or not self.drafters:
             raise ValueError(f"`spec_config.drafters` must be a list with at least one entry, got {self.drafters!r}.")
         for drafter in self.drafters:
-            if not isinstance(drafter, Drafter) and drafter not in DRAFTERS:
+            if not isinstance(drafter, Drafter) and not (isinstance(drafter, str) and drafter in DRAFTERS):
+                names = ", ".join(DRAFTERS)
                 raise ValueError(
-                    f"`spec_config.drafters` takes `Drafter` objects or the names {', '.join(DRAFTERS)}; got {drafter!r}."
+                    f"`spec_config.drafters` takes `Drafter` objects or the names {names}; got {drafter!r}."
                 )
 
     @classmethod

@@ -10,7 +10,7 @@ that plain decoding gives.
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import BaseStreamer
 from transformers.utils import ModelOutput
 
@@ -79,7 +79,7 @@ class SpeculativeDecoding:
         self.stop_check = StopCheck(stopping_criteria, sequences, together)
         self.relay = StreamRelay(streamer, sequences)
 
-    def run(self, input_ids: torch.LongTensor) -> ModelOutput | torch.LongTensor:
+    def run(self, input_ids: torch.Tensor) -> ModelOutput | torch.Tensor:
         """
         Args:
             input_ids (`torch.LongTensor` of shape `(batch_size, prompt_length)`): The prompt.
@@ -136,7 +136,7 @@ class SpeculativeDecoding:
     # ------------------------------------------------------------------ walk
 
     def answers(self, outputs: ModelOutput) -> torch.Tensor:
-        """`(batch_size, width, vocab_size)`: the target's logits, in the precision in which plain decoding takes them."""
+        """`(batch_size, width, vocab_size)`: the target's logits, in the precision that plain decoding uses."""
         width = self.target.rows.pending or 1  # a prefill answers for its last token only
         return outputs.logits[:, -width:].to(dtype=torch.float32, device=self.target.rows.index.device)
 
@@ -181,15 +181,15 @@ class SpeculativeDecoding:
         unfinished = self.decoding_rows()
         going = [row for row in walking if row in unfinished]
         nodes = {row: trees[row].child(self.slots[row] - 1, self.sequences.tokens[row][-1]) for row in going}
-        drafted = [row for row in going if nodes[row] is not None]
+        drafted = {row: node for row, node in nodes.items() if node is not None}
         if self.together and len(drafted) < len(unfinished):
             return []
-        for row in range(len(trees)):  # a row that only keeps pace takes the next slot, whatever it holds
-            self.slots[row] = nodes[row] + 1 if row in drafted else min(self.slots[row] + 1, self.logits.shape[1] - 1)
-        return drafted
+        for row, slot in enumerate(self.slots):  # a row that only keeps pace takes the next slot, whatever it holds
+            self.slots[row] = drafted[row] + 1 if row in drafted else min(slot + 1, self.logits.shape[1] - 1)
+        return list(drafted)
 
     def decoding_rows(self) -> list[int]:
-        """The rows that select tokens. Without an EOS criterion plain decoding lets ended rows go on with the others."""
+        """The rows that select tokens. Without an EOS criterion plain decoding lets ended rows go on until all end."""
         if all(self.finished):
             return []
         if self.together and not self.stop_check.pads_finished_rows:
@@ -219,7 +219,7 @@ class SpeculativeDecoding:
         self.num_rounds += 1
         self.candidates.observe(outcomes)
 
-    def result(self) -> ModelOutput | torch.LongTensor:
+    def result(self) -> ModelOutput | torch.Tensor:
         """What `generate()` returns."""
         sequences = self.sequences.finished_ids()
         if not self.generation_config.return_dict_in_generate:

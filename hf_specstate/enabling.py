@@ -1,7 +1,7 @@
 """Turning speculation on and off for a model: the subclass swap and the extra arguments of `generate()`."""
 
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
@@ -12,14 +12,17 @@ from .calls import ARGUMENTS, SpecCall, decode
 # assistants that live inside transformers' own loop: they draft from the target's hidden states
 STOCK_ONLY_ASSISTANTS = ("Gemma4Assistant", "Gemma4UnifiedAssistant")
 
+_Base: Any = GenerationMixin if TYPE_CHECKING else object  # what the class will stand before
 _classes: dict[type, type] = {}
 _lock = Lock()
 
 
-class SpecStateMixin:
+class SpecStateMixin(_Base):
     """
     Sits before a model's own class. Calls that neither speculate nor use this package's arguments run the stock code.
     """
+
+    _hf_specstate_base: ClassVar[type]  # the model's own class
 
     def _prepare_generation_config(self, generation_config: GenerationConfig | None, **kwargs: Any):
         asked = {name: kwargs.pop(name) for name in ARGUMENTS if name in kwargs}
@@ -63,8 +66,8 @@ class SpecStateMixin:
 
     def __reduce_ex__(self, protocol):
         """Pickle and deepcopy by the model's own class, which an importer can find."""
-        _, _, *state = super().__reduce_ex__(protocol)
-        return (_new_enabled, (type(self)._hf_specstate_base,), *state)
+        _, _, *state = tuple(super().__reduce_ex__(protocol))
+        return (_new_enabled, (self._hf_specstate_base,), *state)
 
 
 def enable(model: PreTrainedModel) -> PreTrainedModel:
@@ -114,8 +117,7 @@ def _enabled_class(base: type) -> type:
 
 
 def _new_enabled(base: type) -> torch.nn.Module:
-    enabled = _enabled_class(base)
-    return enabled.__new__(enabled)
+    return object.__new__(_enabled_class(base))
 
 
 def _what_to_enable(model) -> str:

@@ -32,7 +32,7 @@ class SpecStateLogitsProcessor(LogitsProcessor):
         """`torch.FloatTensor` of shape `(vocab_size,)`: the last processed scores after `length` tokens of `row`."""
         return self.captured[length][row]
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """
         Args:
             input_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`): The tokens so far.

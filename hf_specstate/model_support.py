@@ -33,6 +33,7 @@ TINY_SIZES = {
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions"), 128),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 97),
     **dict.fromkeys(("initializer_range", "init_std"), 0.3),
+    "initializer_factor": 2.0,
     "rotary_dim": 4,
     "max_source_positions": 20,
     "num_mel_bins": 8,
@@ -92,8 +93,8 @@ def probe(model: PreTrainedModel) -> ModelSupport:
     """
     attention = getattr(model.config, "_attn_implementation", None)
     quantization = getattr(model.config, "quantization_config", None)
-    key = (type(model).__module__, type(model).__qualname__, model.config.to_json_string(), attention)
-    key += (str(model.dtype), str(quantization), torch.__version__)
+    kind = (type(model).__module__, type(model).__qualname__, model.config.to_json_string())
+    key = (*kind, attention, str(model.dtype), str(quantization), torch.__version__)
     with _lock:
         if key not in _results:
             with torch.random.fork_rng(), torch.no_grad():
@@ -106,7 +107,7 @@ def _probe(model: PreTrainedModel, attention: str | None) -> ModelSupport:
     takes_tree = attention in ("sdpa", "eager")  # FlashAttention takes no 4D mask, flex attention only its own
     try:
         trial = _tiny_copy(model, attention if takes_tree else "sdpa")
-        _compare(trial, ModelSupport(rows="lockstep"), rounds=())
+        _Trial(trial, ModelSupport(rows="lockstep")).fresh(0, [3])  # it runs
     except Exception as error:
         logger.debug("cannot shrink %s: %s", type(model).__name__, error)
         trial = model
@@ -135,7 +136,7 @@ def _mask_kinds(config: PreTrainedConfig) -> list[str]:
 
 def _works(model: PreTrainedModel, support: ModelSupport) -> bool:
     try:
-        return _compare(model, support, rounds=KEPT)
+        return _compare(model, support)
     except Exception as error:
         logger.debug("%s on %s: %s: %s", support.rung, type(model).__name__, type(error).__name__, error)
         return False
@@ -187,7 +188,7 @@ class _Trial:
         self.vocabulary = min(model.config.get_text_config(decoder=True).vocab_size, 90)
         self.generator = torch.Generator().manual_seed(7)
         self.is_encoder_decoder = model.config.is_encoder_decoder
-        ids = self.tokens(2, PROMPT)
+        self.prompt = ids = self.tokens(2, PROMPT)
         mask = torch.ones_like(ids)
         if support.rows in ("aligned", "holes") and not self.is_encoder_decoder:
             ids[1, :3], mask[1, :3] = 0, 0
@@ -201,9 +202,8 @@ class _Trial:
             if "position_ids" in inspect.signature(model.forward).parameters:
                 kwargs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
         self.cached = CachedModel(model, {**kwargs, CACHE_NAME: cache}, GenerationConfig(), support)
-        self.cached.prefill(ids)
 
-    def tokens(self, *shape: int) -> torch.LongTensor:
+    def tokens(self, *shape: int) -> torch.Tensor:
         return torch.randint(3, self.vocabulary, shape, generator=self.generator).to(self.device)
 
     def _encoder_inputs(self, rows: slice) -> dict[str, Any]:
@@ -227,13 +227,14 @@ class _Trial:
         return self.model(**inputs, use_cache=False).logits[0].float()
 
 
-def _compare(model: PreTrainedModel, support: ModelSupport, rounds: tuple) -> bool:
+def _compare(model: PreTrainedModel, support: ModelSupport) -> bool:
     """Whether a few speculative rounds give the logits of fresh forwards. Raises what the model raises."""
     trial = _Trial(model, support)
-    if rounds and support.rows != "lockstep" and not can_gather(trial.cached.rows.cache):
+    trial.cached.prefill(trial.prompt)
+    if support.rows != "lockstep" and not can_gather(trial.cached.rows.cache):
         return False
     tolerance = EXACT if model.dtype == torch.float32 else 0.05
-    for kept in rounds:
+    for kept in KEPT:
         if support.rows == "lockstep":
             kept = (kept[0], kept[0])
         drafts = trial.tokens(2, CHUNK).tolist()
@@ -249,7 +250,7 @@ def _compare(model: PreTrainedModel, support: ModelSupport, rounds: tuple) -> bo
                 want = trial.fresh(row, [batch.token_ids[row][s] for s in path])[-1]
                 if not (logits[row, slot] - want).abs().max() <= tolerance * (want.max() - want.min()):
                     return False
-            deepest = max(range(batch.width), key=lambda slot, row=row: batch.depths[row][slot])
+            deepest = batch.depths[row].index(max(batch.depths[row]))
             paths.append(_slots_to(batch.parents[row], deepest)[: kept[row]])
             tokens = torch.tensor([batch.token_ids[row][slot] for slot in paths[row]], device=trial.device)
             trial.rows[row] = torch.cat([trial.rows[row], tokens])
@@ -263,4 +264,3 @@ def _slots_to(parents: list[int], slot: int) -> list[int]:
         path.append(slot)
         slot = parents[slot]
     return path[::-1]
-

@@ -64,8 +64,12 @@ class OutputCollector:
         self._is_encoder_decoder = is_encoder_decoder
         self._capture = capture
         # row -> step -> (vocab_size,)
-        self._scores = [[] for _ in range(batch_size)] if wanted and generation_config.output_scores else None
-        self._logits = [[] for _ in range(batch_size)] if wanted and generation_config.output_logits else None
+        self._scores: list[list[torch.Tensor]] | None = None
+        self._logits: list[list[torch.Tensor]] | None = None
+        if wanted and generation_config.output_scores:
+            self._scores = [[] for _ in range(batch_size)]
+        if wanted and generation_config.output_logits:
+            self._logits = [[] for _ in range(batch_size)]
         layered = []
         if wanted and generation_config.output_hidden_states:
             layered.append(prefix + "hidden_states")
@@ -168,7 +172,7 @@ def _attentions_of(layers: tuple, rows: RowCache, row: int, path: list[int]) -> 
     picked = []
     for layer, is_sliding in zip(layers, rows.cache.is_sliding, strict=False):
         held = layer.shape[-1]
-        seen = columns[-rows.sliding_layer.get_max_length() :] if is_sliding else columns
+        seen = columns[-rows.window :] if is_sliding else columns
         piece = layer[row : row + 1, :, path[-1] : path[-1] + 1, seen - max(written - held, 0)]
         if held > written:  # a static layer shows its empty slots too
             piece = torch.nn.functional.pad(piece, (0, held - piece.shape[-1]))

@@ -48,7 +48,7 @@ class RowCache:
         self.index = torch.arange(self.slots, device=visible.device).repeat(batch_size, 1)  # place in the row; -1: hole
         # slots behind `slots` that the last forwards wrote and `keep` has not judged, and their places in the rows
         self.pending_place = self.index[:, :0]
-        self.is_dense = to_host(visible.all())
+        self.is_dense: bool = to_host(visible.all()[None])[0]
         self._marks: list[tuple] = []
         self._layers = [layer for layer in self_attention_cache(cache).layers if _holds_states(layer)]
         self._recording = [getattr(layer, "record_past", None) for layer in self._layers]
@@ -60,8 +60,13 @@ class RowCache:
         return self.pending_place.shape[1]
 
     @property
-    def sliding_layer(self) -> CacheLayerMixin | None:
-        return next((layer for layer in self._layers if getattr(layer, "is_sliding", False)), None)
+    def sliding_layer(self) -> CacheLayerMixin:
+        return next(layer for layer in self._layers if getattr(layer, "is_sliding", False))
+
+    @property
+    def window(self) -> int:
+        """How far the sliding layers look back, the token itself included."""
+        return self.sliding_layer.get_max_length()
 
     @property
     def room(self) -> int | None:
@@ -138,7 +143,7 @@ class RowCache:
         self.pending_place = self.index[:, :0]
         self.is_dense = self.is_dense and all(len(path) == width for path in paths)
 
-    def _order(self) -> torch.LongTensor:
+    def _order(self) -> torch.Tensor:
         """`(batch_size, slots)`: every row's slots sorted by place, holes first."""
         return self.index.argsort(dim=1, stable=True)
 
@@ -153,7 +158,7 @@ class RowCache:
         self._gather_slots(source, empty)
         self.index, self.visible = index, visible
 
-    def _gather_slots(self, source: torch.LongTensor, empty: torch.BoolTensor) -> None:
+    def _gather_slots(self, source: torch.Tensor, empty: torch.Tensor) -> None:
         """New slot `i` of a row is its old slot `source[row, i]`, or zeros where `empty`; the only whole-cache copy."""
         for layer in self._layers:
             where, blank = source.to(layer.keys.device), empty.to(layer.keys.device)
@@ -201,7 +206,7 @@ def _holds_states(layer) -> bool:
     return getattr(layer, "keys", None) is not None or any(getattr(layer, "is_conv_states_initialized", {}).values())
 
 
-def _gather(states: torch.Tensor, source: torch.LongTensor, empty: torch.BoolTensor | None = None) -> torch.Tensor:
+def _gather(states: torch.Tensor, source: torch.Tensor, empty: torch.Tensor | None = None) -> torch.Tensor:
     """`states` of shape `(batch_size, heads, slots, head_dim)` picked by `source` of shape `(batch_size, new_slots)`."""
     where = source[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
     picked = states.gather(2, where)

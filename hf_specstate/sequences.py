@@ -16,7 +16,7 @@ class Sequences:
         pad_token_id (`int`): Fills the rows that ended early.
     """
 
-    def __init__(self, input_ids: torch.LongTensor, prompt_mask: torch.Tensor | None, pad_token_id: int):
+    def __init__(self, input_ids: torch.Tensor, prompt_mask: torch.Tensor | None, pad_token_id: int):
         self.batch_size, self.prompt_length = input_ids.shape
         self.pad_token_id = pad_token_id
         prompts = to_host(input_ids)
@@ -43,7 +43,7 @@ class Sequences:
         """The committed tokens of `row` from its `start`-th on."""
         return self.tokens[row][self._prompt_lengths[row] + start :]
 
-    def ids(self, length: int) -> torch.LongTensor:
+    def ids(self, length: int) -> torch.Tensor:
         """
         `torch.LongTensor` of shape `(batch_size, length)`: the first `length` ids of every row, as plain `generate()`
         would hand them to a logits processor; rows that are shorter are padded.
@@ -53,7 +53,7 @@ class Sequences:
             self._reserve(length)
         return self._buffer[:, :length].contiguous()
 
-    def finished_ids(self) -> torch.LongTensor:
+    def finished_ids(self) -> torch.Tensor:
         """`torch.LongTensor` of shape `(batch_size, longest_length)`: what `generate()` returns."""
         return self.ids(max(self.length(row) for row in range(self.batch_size)))
 

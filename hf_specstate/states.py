@@ -100,4 +100,6 @@ class SpecStates:
         drafted = sum(sequence.num_drafted for sequence in self)
         accepted = sum(sequence.num_accepted for sequence in self)
         rounds = max((len(sequence) for sequence in self), default=0)
-        return f"SpecStates({len(self)} sequences, up to {rounds} rounds, {accepted} of {drafted} drafted tokens accepted)"
+        return (
+            f"SpecStates({len(self)} sequences, up to {rounds} rounds, {accepted} of {drafted} drafted tokens accepted)"
+        )

@@ -24,9 +24,13 @@ def check_generation(model: PreTrainedModel, generation_config: GenerationConfig
             "leave it out, or call `hf_specstate.disable(model)` first."
         )
     if not model_kwargs.get("use_cache", True):
-        raise ValueError("Speculative decoding needs a cache; leave out `use_cache=False`.")
+        raise ValueError("Speculative decoding needs a cache; pass `use_cache=True`.")
     quantization = getattr(model.config, "quantization_config", None)
-    if quantization is not None and _get(quantization, "load_in_8bit") and _get(quantization, "llm_int8_threshold", 6.0):
+    if (
+        quantization is not None
+        and _get(quantization, "load_in_8bit")
+        and _get(quantization, "llm_int8_threshold", 6.0)
+    ):
         raise ValueError(
             "bitsandbytes int8 with an outlier threshold gives other logits for several tokens than for one, so the text "
             "would change; load the model with `BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0)`."
@@ -74,9 +78,7 @@ def check_support(model: PreTrainedModel, support: ModelSupport, role: str) -> N
             if role == "model"
             else "use another assistant, or none"
         )
-        raise ValueError(
-            f"The {role} {type(model).__name__} cannot speculate exactly ({support.reason}); {way_out}."
-        )
+        raise ValueError(f"The {role} {type(model).__name__} cannot speculate exactly ({support.reason}); {way_out}.")
 
 
 def check_assistant(
@@ -107,12 +109,7 @@ def check_assistant(
         )
 
 
-def speak_alike(
-    model: PreTrainedModel,
-    assistant_model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    assistant_tokenizer: PreTrainedTokenizerBase | None,
-) -> bool:
+def speak_alike(tokenizer: PreTrainedTokenizerBase | None, assistant_tokenizer: PreTrainedTokenizerBase | None) -> bool:
     """Whether a token id means the same to both models (a padded vocabulary is no difference)."""
     if tokenizer is None or assistant_tokenizer is None or tokenizer is assistant_tokenizer:
         return True
@@ -133,5 +130,3 @@ def check_config(config: SpecStateConfig) -> None:
 def _get(settings, name: str, default=None):
     """Quantisation configs are objects on loaded models and dicts on others."""
     return settings.get(name, default) if isinstance(settings, dict) else getattr(settings, name, default)
-
-

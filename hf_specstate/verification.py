@@ -50,7 +50,7 @@ class CachedModel:
         self._call: Callable = model.__call__
         self.rows: RowCache
 
-    def prefill(self, input_ids: torch.LongTensor) -> ModelOutput:
+    def prefill(self, input_ids: torch.Tensor) -> ModelOutput:
         """
         The forward over the prompt, exactly as plain `generate()` makes it (a filled cache, chunks and `inputs_embeds`
         included), after which [`~CachedModel.forward`] may be called.
@@ -128,16 +128,17 @@ class CachedModel:
         differ: bool for sdpa, additive for eager (which silently misreads a bool mask).
         """
         rows, width = self.rows, place.shape[1]
-        seen = torch.cat([rows.visible[:, None].expand(-1, width, -1), context], dim=2)[:, None]  # [batch, 1, width, all]
+        seen = torch.cat([rows.visible[:, None].expand(-1, width, -1), context], dim=2)[
+            :, None
+        ]  # [batch, 1, width, all]
         if rows.room is not None:  # a static layer attends over its whole length
             seen = torch.nn.functional.pad(seen, (0, rows.room - width))
         if self.support.mask == "full":
             return self._as_attention_expects(seen)
         key_place = torch.cat([rows.index, rows.pending_place, place], dim=1)
         distance = place[:, None, :, None] - key_place[:, None, None]  # [batch, 1, width, all]
-        layer = rows.sliding_layer
-        near = seen & (distance < layer.get_max_length())
-        held, skipped = layer.get_mask_sizes(width)
+        near = seen & (distance < rows.window)
+        held, skipped = rows.sliding_layer.get_mask_sizes(width)
         near = self._as_attention_expects(near[..., skipped : skipped + held])
         if self.support.mask == "sliding":
             return near
@@ -150,4 +151,3 @@ class CachedModel:
             return mask
         dtype = self.model.dtype
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
-

@@ -1,19 +1,22 @@
 """Drafting with an assistant model: chains and trees, rows of a batch together, on a cache of its own."""
 
+import hashlib
 import inspect
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, LogitsProcessorList
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from ..compat import CACHE_NAME
 from ..host import to_host
 from ..logits_processor import CONDITIONING_STRENGTH, SpecStateLogitsProcessor
-from ..model_support import ModelSupport, probe
+from ..model_support import probe
 from ..token_tree import TokenTree, TreeBatch
+from ..validation import check_support
 from ..verification import CachedModel
 from .base import DraftContext, Drafter, DraftOutcome, DraftRequest
 
@@ -36,41 +39,45 @@ class AssistantDrafter(Drafter):
     wants_answers: ClassVar[bool] = True
     conditioning: float = CONDITIONING_STRENGTH
 
-    def start(self, context: DraftContext) -> None:
+    def needs_lockstep(self, context: DraftContext) -> bool:
         if context.assistant_model is None:
             raise ValueError("The `assistant` drafter needs `assistant_model=` (or `assistant_early_exit=`).")
+        support = probe(context.assistant_model)
+        check_support(context.assistant_model, support, "assistant_model")
+        return support.rows == "lockstep"
+
+    def start(self, context: DraftContext) -> None:
         self._context = context
+        assert context.assistant_model is not None  # `needs_lockstep` has refused the call otherwise
+        self._assistant = context.assistant_model
+        self._support = probe(self._assistant)
         self._sequences = context.sequences
-        self._cached: CachedModel | None = None
+        self._is_prefilled = False
+        self._cached: CachedModel
         self._conditioner = SpecStateLogitsProcessor(strength=self.conditioning)
         self._processors = LogitsProcessorList([*context.logits_processor, self._conditioner])
-        # private: drafting leaves the global random state alone
-        self._generator = torch.Generator(device=context.input_ids.device).manual_seed(0)
+        self._generator = _private_generator(context.input_ids.device)
         self._threshold = context.config.confidence_threshold
         self._draws = context.config.acceptance == "rejection" and bool(context.generation_config.do_sample)
-        text_config = context.assistant_model.config.get_text_config(decoder=True)
+        text_config = self._assistant.config.get_text_config(decoder=True)
         self._vocab_size = text_config.vocab_size
-        self._longest = getattr(text_config, "max_position_embeddings", None) or math.inf
+        self._longest = getattr(text_config, "max_position_embeddings", None) or sys.maxsize
         # per row, of the last draft: the tree, and the pending cache slot of each node that was run
         batch_size = self._sequences.batch_size
         self._trees = [TokenTree() for _ in range(batch_size)]
         self._node_slots: list[dict[int, int]] = [{} for _ in range(batch_size)]
         self._seen = [0] * batch_size  # tokens of each row that the cache holds
 
-    @property
-    def support(self) -> ModelSupport:
-        return probe(self._context.assistant_model)
-
     def propose_rows(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
-        self._trees = [TokenTree() for _ in range(self._sequences.batch_size)]
-        room = self._longest - max(len(request.token_ids) for request in requests)
+        room: int = self._longest - max(len(request.token_ids) for request in requests)
         growing = {
-            request.row: _Growth(request, min(request.max_depth, room), self._threshold, self.support.tree)
+            request.row: _Growth(request, min(request.max_depth, room), self._threshold, self._support.tree)
             for request in requests
             if min(request.max_nodes, request.max_depth, room) > 0
         }
         if growing:
             logits = self._catch_up()
+        self._trees = [TokenTree() for _ in range(self._sequences.batch_size)]
         while growing:
             self._add_children(growing, logits)
             growing = {row: growth for row, growth in growing.items() if growth.choose(self._trees[row])}
@@ -86,10 +93,10 @@ class AssistantDrafter(Drafter):
 
     def _catch_up(self) -> torch.Tensor:
         """Brings the cache up to the last committed token; the logits after it, `(batch_size, vocab_size)`."""
-        if self._cached is None:
-            logits = self._prefill()
-        else:
+        if self._is_prefilled:
             self._keep_accepted()
+        else:
+            logits = self._prefill()
         sequences = self._sequences
         missing = [tokens[seen:] for tokens, seen in zip(sequences.tokens, self._seen, strict=True)]
         width = max(len(tokens) for tokens in missing)
@@ -105,15 +112,16 @@ class AssistantDrafter(Drafter):
         return logits[torch.arange(len(last), device=last.device), last]
 
     def _prefill(self) -> torch.Tensor:
-        context, assistant = self._context, self._context.assistant_model
+        context, assistant = self._context, self._assistant
         input_ids = context.input_ids.to(assistant.device) if assistant.device.type != "meta" else context.input_ids
-        kwargs = _assistant_inputs(context)
+        kwargs = _assistant_inputs(context, assistant)
         kwargs[CACHE_NAME] = _new_cache(assistant)
         config = GenerationConfig(prefill_chunk_size=context.generation_config.prefill_chunk_size, disable_compile=True)
-        self._cached = CachedModel(assistant, kwargs, config, self.support)
+        self._cached = CachedModel(assistant, kwargs, config, self._support)
         if input_ids.shape[1] == 0:  # the target was prompted with embeddings: start from the first new token
             input_ids = torch.tensor([tokens[:1] for tokens in self._sequences.tokens], device=input_ids.device)
         outputs = self._cached.prefill(input_ids.clamp(max=self._vocab_size - 1))
+        self._is_prefilled = True
         rows = enumerate(self._sequences.tokens)
         self._seen = [max(len(tokens) - self._sequences.num_new(row), 1) for row, tokens in rows]
         return outputs.logits[:, -1]
@@ -123,13 +131,15 @@ class AssistantDrafter(Drafter):
         paths = []
         for row, tokens in enumerate(self._sequences.tokens):
             node, path = -1, []
-            for token in tokens[self._seen[row] :]:
-                node = self._trees[row].child(node, token)
-                if node not in self._node_slots[row]:
+            # the last one is run anew, for the logits that the next draft starts from
+            for token in tokens[self._seen[row] : -1]:
+                child = self._trees[row].child(node, token)
+                if child is None or child not in self._node_slots[row]:
                     break
+                node = child
                 path.append(self._node_slots[row][node])
             paths.append(path)
-        if self.support.rows == "lockstep":
+        if self._support.rows == "lockstep":
             paths = [path[: min(map(len, paths))] for path in paths]
         if self._cached.rows.pending:
             self._cached.rows.keep(paths)
@@ -242,6 +252,17 @@ def answer_tail(outcome: DraftOutcome) -> list[int]:
         tail.append(outcome.answers[1 + node])
 
 
+def _private_generator(device: torch.device) -> torch.Generator:
+    """
+    Random numbers that leave the global random state alone, but are seeded by it: with a fixed seed every call would draw
+    the same drafts, and speculative sampling gives the target's law only if the drafts are random too.
+    """
+    module = torch if device.type == "cpu" else torch.get_device_module(device)
+    state = module.get_rng_state(*([] if device.type in ("cpu", "mps") else [device]))
+    digest = hashlib.blake2b(state.cpu().numpy().tobytes(), digest_size=7).digest()
+    return torch.Generator(device=device).manual_seed(int.from_bytes(digest))
+
+
 def _new_cache(model) -> DynamicCache | EncoderDecoderCache:
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
@@ -249,9 +270,9 @@ def _new_cache(model) -> DynamicCache | EncoderDecoderCache:
     return DynamicCache(config=config)
 
 
-def _assistant_inputs(context: DraftContext) -> dict[str, Any]:
+def _assistant_inputs(context: DraftContext, assistant: PreTrainedModel) -> dict[str, Any]:
     """The assistant's model inputs, made from the target's as transformers' `AssistedCandidateGenerator` makes them."""
-    assistant, target = context.assistant_model, context.model
+    target = context.model
     kwargs: dict[str, Any] = {"use_cache": True}
     if assistant._supports_logits_to_keep():
         kwargs["logits_to_keep"] = 1

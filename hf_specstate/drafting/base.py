@@ -37,7 +37,7 @@ class DraftContext:
     config: "SpecStateConfig"
     generation_config: GenerationConfig
     logits_processor: LogitsProcessorList
-    input_ids: torch.LongTensor
+    input_ids: torch.Tensor
     model_kwargs: dict[str, Any]
     inputs_tensor: torch.Tensor | None = None
     assistant_model: PreTrainedModel | None = None
@@ -93,6 +93,10 @@ class Drafter:
 
     name: ClassVar[str]
     wants_answers: ClassVar[bool] = False  # fill `DraftOutcome.answers`, at the price of a host read when sampling
+
+    def needs_lockstep(self, context: DraftContext) -> bool:
+        """Whether rows must advance together for this drafter; asked before [`~Drafter.start`], may refuse the call."""
+        return False
 
     def start(self, context: DraftContext) -> None:
         """Called once, before the first proposal."""

@@ -42,7 +42,9 @@ class StockDrafter(Drafter):
         if generator is None:
             generator = (self.make_generator or _default_generator)(self._context, request.row)
             if generator.requires_model_outputs:
-                raise ValueError(f"{type(generator).__name__} needs the target's outputs and cannot be a stock drafter.")
+                raise ValueError(
+                    f"{type(generator).__name__} needs the target's outputs and cannot be a stock drafter."
+                )
             self._generators[request.row] = generator
         length = min(request.max_nodes, request.max_depth)
         generator.num_assistant_tokens = generator.num_output_tokens = length

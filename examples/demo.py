@@ -1,0 +1,128 @@
+"""
+Generates from a real prompt with drafts, checks the text against plain `generate()`, and shows what happened.
+
+    python -m examples.demo                                   # the embedded model, model-free drafts
+    python -m examples.demo --assistant                       # its 29-layer draft: shows states, not speed
+    python -m examples.demo --model NAME --assistant NAME     # a pair of your own, from the hub or a folder
+"""
+
+import argparse
+import sys
+import time
+
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from transformers.utils.logging import disable_progress_bar
+
+import hf_specstate
+from eval.embedded_model import layer_skipping_draft, load_embedded_model
+from eval.equality import first_difference
+
+PROMPT = "Write the numbers from one to twenty as words, then write them again in the same order."
+SHOWN_ROUNDS = 12
+console = Console(highlight=False)
+
+
+def main() -> int:
+    args = parse_arguments()
+    disable_progress_bar()
+    model, assistant, tokenizer = load(args)
+    chat = [{"role": "user", "content": args.prompt}]
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    inputs = inputs.to(model.device)
+    options = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
+    model.generate(**inputs, max_new_tokens=2, do_sample=False)  # warm up
+
+    start = time.perf_counter()
+    plain = model.generate(**inputs, **options, return_dict_in_generate=True, output_logits=True)
+    plain_seconds = time.perf_counter() - start
+
+    console.rule("text, streamed while it is generated")
+    hf_specstate.enable(model)
+    start = time.perf_counter()
+    out = model.generate(
+        **inputs,
+        **options,
+        assistant_model=assistant,
+        spec_config={"tree_width": args.tree_width},
+        return_spec_states=True,
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+    )
+    seconds = time.perf_counter() - start
+
+    states = out.spec_states[0]
+    show_rounds(states, tokenizer)
+    prompt_length = inputs["input_ids"].shape[1]
+    expected, got = (result.sequences[0, prompt_length:].tolist() for result in (plain, out))
+    difference = first_difference(expected, got, [step[0] for step in plain.logits], model.dtype)
+    console.print(f"text equal to plain generate(): [bold]{difference or 'yes'}[/bold]")
+    console.print(
+        f"{states.num_accepted} of {states.num_drafted} drafted tokens accepted; {len(got)} tokens in "
+        f"{len(states)} target forwards, {states.mean_tokens_per_forward:.2f} tokens per forward after the prefill"
+    )
+    console.print(
+        f"plain {plain_seconds:.2f} s, speculative {seconds:.2f} s: {plain_seconds / seconds:.2f} times the speed "
+        "(one run on this machine, prefill included)"
+    )
+    return 0 if difference is None or difference.is_near_tie else 1
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="hub or local name of the target; the embedded SmolLM2-135M-Instruct if absent")
+    parser.add_argument(
+        "--assistant",
+        nargs="?",
+        const="",
+        help="hub or local name of an assistant; without a name, the embedded model's 29-layer draft",
+    )
+    parser.add_argument("--prompt", default=PROMPT)
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--tree-width", type=int, default=1, help="alternatives drafted for one position")
+    args = parser.parse_args()
+    if args.model and args.assistant == "":
+        parser.error("--assistant needs a name when --model is given")
+    return args
+
+
+def load(args: argparse.Namespace):
+    """The target, the assistant (or None) and the tokenizer."""
+    if args.model:
+        model = AutoModelForCausalLM.from_pretrained(args.model)
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+    else:
+        model, tokenizer = load_embedded_model()
+    if args.assistant is None:
+        return model, None, tokenizer
+    if args.assistant:
+        return model, AutoModelForCausalLM.from_pretrained(args.assistant), tokenizer
+    console.print("[dim]The assistant is the model without its layer 15: it shows states, not speed.[/dim]")
+    return model, layer_skipping_draft(model), tokenizer
+
+
+def show_rounds(states: hf_specstate.SpecSequence, tokenizer) -> None:
+    table = Table(title=f"the first {SHOWN_ROUNDS} rounds that drafted", title_justify="left")
+    table.add_column("round", justify="right")
+    table.add_column("drafted by")
+    table.add_column("drafted (✓ accepted)")
+    table.add_column("added by the target")
+    for spec_round in [r for r in states if r.token_ids][:SHOWN_ROUNDS]:
+        drafted = [
+            f"[green]✓{text}[/green]" if node in spec_round.accepted else f"[dim]{text}[/dim]"
+            for node, text in enumerate(quoted(tokenizer, token) for token in spec_round.token_ids)
+        ]
+        sources = ", ".join(dict.fromkeys(spec_round.sources))
+        added = quoted(tokenizer, spec_round.added_token_id)
+        table.add_row(str(spec_round.index), sources, " ".join(drafted), added)
+    console.rule("what happened")
+    console.print(table)
+
+
+def quoted(tokenizer, token: int) -> str:
+    """A token's text with its spaces visible, safe inside rich markup."""
+    return tokenizer.decode([token]).replace(" ", "␣").replace("\n", "⏎").replace("[", "\\[")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

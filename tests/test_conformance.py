@@ -1,0 +1,70 @@
+"""
+Every registered drafter gives the text of plain `generate()`, on every family, as chain and tree, alone and in a ragged
+batch, greedy and sampled. Cells are combined pairwise. No cell may pass by not speculating: each must see drafted
+tokens accepted and rejected.
+"""
+
+import pytest
+import torch
+from families import FAMILIES, VOCAB, noisy_copy, tiny
+
+import hf_specstate
+from hf_specstate import DRAFTERS
+
+NEW_TOKENS = 32
+SEEDS = 12  # texts tried until one cell has seen both outcomes
+# an orthogonal array over (tree, batch of three, sampled) and its complement: every pair of choices occurs
+COMBINATIONS = (
+    ((False, False, False), (False, True, True), (True, False, True), (True, True, False)),
+    ((True, True, True), (True, False, False), (False, True, False), (False, False, True)),
+)
+CELLS = [
+    pytest.param(drafter, family, *choice, id=f"{drafter}-{family}-{'-'.join(names)}")
+    for i, drafter in enumerate(DRAFTERS)
+    for j, family in enumerate(FAMILIES)
+    for choice in COMBINATIONS[(i + j) % 2]
+    for names in [(("chain", "tree")[choice[0]], ("row", "batch")[choice[1]], ("greedy", "sampled")[choice[2]])]
+]
+
+
+def make_inputs(model, batch: bool, seed: int) -> dict:
+    """Repetitive random prompts, so that looking things up pays; a batch has three lengths, padded as the family does."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = (12, 9, 6) if batch else (9,)
+    rows = [torch.randint(4, VOCAB, (length // 3,), generator=generator).repeat(3) for length in lengths]
+    longest = max(map(len, rows))
+    left = not model.config.is_encoder_decoder
+    padding = [(longest - len(row), 0) if left else (0, longest - len(row)) for row in rows]
+    pad = torch.nn.functional.pad
+    ids = torch.stack([pad(row, sides) for row, sides in zip(rows, padding, strict=True)])
+    mask = torch.stack([pad(torch.ones_like(row), sides) for row, sides in zip(rows, padding, strict=True)])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def some_token(sequences: torch.Tensor, row: int, step: int) -> int:
+    """A token that the text will meet, to end a row of the batch early."""
+    return int(sequences[row, step - NEW_TOKENS])
+
+
+@pytest.mark.parametrize(("drafter", "family", "tree", "batch", "sampled"), CELLS)
+def test_same_text_as_plain_generate(drafter, family, tree, batch, sampled):
+    plain, model = tiny(family), hf_specstate.enable(tiny(family))
+    config = {"drafters": [drafter], "tree_width": 2 if tree else 1, "strict": True, "lockstep": sampled}
+    accepted = rejected = 0
+    for seed in range(SEEDS):
+        inputs = make_inputs(model, batch, seed)
+        draft = noisy_copy(plain, noise=0.1 * (1 + seed % 4))
+        options = {"max_new_tokens": NEW_TOKENS, "do_sample": sampled, "temperature": 0.5 if sampled else None}
+        if batch:
+            torch.manual_seed(seed)
+            options["eos_token_id"] = some_token(plain.generate(**inputs, **options), row=1, step=10)
+        torch.manual_seed(seed)
+        expected = plain.generate(**inputs, **options)
+        torch.manual_seed(seed)
+        out = model.generate(**inputs, **options, assistant_model=draft, spec_config=config, return_spec_states=True)
+        assert out.sequences.tolist() == expected.tolist()
+        accepted += sum(sequence.num_accepted for sequence in out.spec_states)
+        rejected += sum(sequence.num_drafted - sequence.num_accepted for sequence in out.spec_states)
+        if accepted and rejected:
+            return
+    pytest.fail(f"{accepted} drafted tokens accepted and {rejected} rejected in {SEEDS} texts: nothing was shown")
