@@ -47,12 +47,14 @@ class SpecCall:
     What one call asked for.
 
     Args:
-        config ([`SpecStateConfig`]): Fields that neither the call nor the model sets are None.
+        config ([`SpecStateConfig`]): As the user gave it.
+        resolved (`dict`): Its fields that have an equivalent among transformers' arguments; None where nothing is set.
         return_spec_states (`bool`): Record the states.
         is_explicit (`bool`): One of this package's own arguments was used, rather than an assistant alone.
     """
 
     config: SpecStateConfig
+    resolved: dict[str, Any]
     return_spec_states: bool
     is_explicit: bool
 
@@ -86,7 +88,7 @@ class SpecCall:
             in_configs = [getattr(known, argument, None) for known in configs for argument in arguments]
             resolved[name] = _first([*in_call, getattr(config, name), *in_configs])
         explicit = bool(chosen["return_spec_states"]) or chosen["spec_config"] is not None
-        return cls(replace(config, **resolved), bool(chosen["return_spec_states"]), explicit)
+        return cls(config, resolved, bool(chosen["return_spec_states"]), explicit)
 
     def with_assistant(self, assistant: PreTrainedModel | None) -> SpecStateConfig:
         """The complete configuration: what is open comes from the assistant's generation config, then from defaults."""
@@ -94,7 +96,8 @@ class SpecCall:
         completed: dict[str, Any] = {}
         for name, arguments in TRANSFORMERS_ARGUMENTS.items():
             of_assistant = [getattr(theirs, argument, None) for argument in arguments]
-            completed[name] = _first([getattr(self.config, name), *of_assistant, DEFAULTS.get(name)])
+            completed[name] = _first([self.resolved[name], *of_assistant, DEFAULTS.get(name)])
+        completed["max_nodes"] = int(completed["max_nodes"])  # transformers takes 5.0 for 5
         return replace(self.config, **completed)
 
 

@@ -90,10 +90,8 @@ class SpeculativeDecoding:
         model = self.target.model
         outputs = self.target.prefill(input_ids)
         try:
-            self.collector.prefill(outputs)
-            no_drafts = [TokenTree() for _ in self.finished]
-            self.walk(outputs, no_drafts)
-            self.learn(no_drafts)
+            self.first_round(outputs)
+            del outputs  # without `logits_to_keep` it holds the logits of the whole prompt
             with model._optimize_model_for_decode():
                 while model._has_unfinished_sequences(all(self.finished), self.synced_gpus, device=input_ids.device):
                     self.round()
@@ -102,6 +100,13 @@ class SpeculativeDecoding:
         self.candidates.schedule.close(model)
         self.relay.end()
         return self.result()
+
+    def first_round(self, outputs: ModelOutput) -> None:
+        """Round 0 takes the token that the prefill gives; there was nothing to draft or verify."""
+        no_drafts = [TokenTree() for _ in self.finished]
+        self.collector.prefill(outputs)
+        self.walk(outputs, no_drafts)
+        self.learn(no_drafts)
 
     def round(self) -> None:
         """Draft, plan, verify, walk, keep, learn."""

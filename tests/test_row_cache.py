@@ -32,6 +32,12 @@ CACHES = {
 }
 
 
+def states(row: int, tokens: list[int], layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of shape `(1 head, slots, 2)`: keys say (row, token), values also the layer."""
+    keys = torch.tensor([[row + 1.0, token] for token in tokens])[None].reshape(1, len(tokens), 2)
+    return keys, -keys - 1000 * layer
+
+
 class World:
     """A row cache, what was written into it, and the tokens that each row should still have."""
 
@@ -49,16 +55,9 @@ class World:
         """A forward that puts new tokens into the first `layers` layers."""
         tokens = [[next(self.fresh_tokens) for _ in range(width)] for _ in range(batch_size)]
         for layer in range(layers):
-            self.cache.update(*self.states(tokens, layer), layer)
+            by_row = [states(row, ids, layer) for row, ids in enumerate(tokens)]
+            self.cache.update(*map(torch.stack, zip(*by_row, strict=True)), layer)
         return tokens
-
-    @staticmethod
-    def states(tokens: list[list[int]], layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(batch_size, 1 head, slots, 2)`: keys say (row, token), values also the layer."""
-        ids = torch.tensor(tokens, dtype=torch.float32)
-        row = torch.arange(1.0, len(tokens) + 1)[:, None].expand_as(ids)
-        keys = torch.stack([row, ids], dim=-1)[:, None]
-        return keys, -keys - 1000 * layer
 
     def forward(self, width: int) -> None:
         self.rows.begin()
@@ -104,9 +103,9 @@ class World:
                 here = [slot - dropped for slot in order if slot >= dropped]
                 if dropped:  # a window of slots must hold a window of tokens
                     assert len(here) == min(WINDOW - 1, len(tokens))
-                want_keys, want_values = self.states([tokens] * (row + 1), number)
-                assert torch.equal(keys[row, :, here], want_keys[row, :, len(tokens) - len(here) :])
-                assert torch.equal(values[row, :, here], want_values[row, :, len(tokens) - len(here) :])
+                want_keys, want_values = states(row, tokens[len(tokens) - len(here) :], number)
+                assert torch.equal(keys[row, :, here], want_keys)
+                assert torch.equal(values[row, :, here], want_values)
 
     def check_finalized(self) -> None:
         """Slot `i` of a row holds its token `i`; zeros follow."""
@@ -116,7 +115,7 @@ class World:
             assert int(layer.get_seq_length()) == longest
             keys, values, dropped = self.held(layer)
             for row, tokens in enumerate(self.tokens):
-                want_keys, want_values = (states[row] for states in self.states([tokens] * (row + 1), number))
+                want_keys, want_values = states(row, tokens, number)
                 empty = torch.zeros(1, longest - len(tokens), 2)
                 assert torch.equal(keys[row], torch.cat([want_keys, empty], dim=1)[:, dropped:])
                 assert torch.equal(values[row], torch.cat([want_values, empty], dim=1)[:, dropped:])
@@ -124,7 +123,7 @@ class World:
 
 @st.composite
 def rounds(draw, batch_size: int):
-    """A list of rounds: the widths of its forwards, an interrupted forward before some, and the slots that rows keep."""
+    """Rounds: the widths of the forwards, an interrupted forward before some, and the slots that rows keep."""
     script = []
     for _ in range(draw(st.integers(1, 6))):
         interrupted = draw(st.none() | st.tuples(st.integers(1, 3), st.integers(0, 2)))
