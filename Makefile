@@ -3,7 +3,7 @@ OLDEST := transformers==5.20.0
 # torch goes first and pinned: an open range would resolve to gigabytes of CUDA.
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)",/\1/p' pyproject.toml)
 
-.PHONY: venv demo test test-slow test-oldest style format clean
+.PHONY: venv demo test test-slow test-oldest eval eval-smoke eval-peers style format clean
 
 venv: .venv/.installed
 
@@ -35,6 +35,27 @@ test-slow: venv
 
 test-oldest: .venv-oldest/.installed
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2
+
+# For instance ARGS="--config eval/configs/full.yaml --data QUESTIONS.jsonl"; see eval/README.md.
+eval: venv
+	.venv/bin/python -m eval.run $(ARGS)
+
+# Every method on a tiny random model, then the methods that need no peer on two questions of the embedded one.
+SMOKE := build/eval-smoke
+eval-smoke: venv
+	rm -rf $(SMOKE)
+	.venv/bin/python -m eval.run --config eval/configs/smoke-tiny.yaml --output $(SMOKE)/tiny.jsonl
+	.venv/bin/python -m eval.run --config eval/configs/smoke-embedded.yaml --output $(SMOKE)/embedded.jsonl
+	if [ -f eval/report.py ]; then \
+		.venv/bin/python -m eval.report $(SMOKE)/tiny.jsonl $(SMOKE)/embedded.jsonl --out $(SMOKE)/report && \
+		grep -q "speed-up" $(SMOKE)/report/report.md && grep -q "Equality" $(SMOKE)/report/report.md; \
+	fi
+
+# Packages by others to compare with. dejavuu asks for Python 3.13 and runs on 3.11, so it cannot be an extra; what the two
+# need and is not here already follows.
+eval-peers: venv
+	.venv/bin/pip install -qq --no-deps --ignore-requires-python dejavuu==0.2.0 economize==0.3.2
+	.venv/bin/pip install -qq loguru==0.7.3 onnxruntime==1.32.0 pydantic==2.14.4 typer==0.29.2
 
 style: venv
 	.venv/bin/ruff format --check .

@@ -23,12 +23,20 @@ from .decoding import SpeculativeDecoding
 from .drafting import DRAFTERS, DraftContext, Drafter
 from .drafting.early_exit import early_exit_view
 from .model_support import probe
+from .row_cache import has_fixed_slots
 from .scheduling import make_schedule
 from .selection import is_stateless
 from .sequences import Sequences
 from .states import SpecStates
 from .stopping import STATELESS_CRITERIA
-from .validation import check_assistant, check_config, check_generation, check_support, speak_alike
+from .validation import (
+    check_assistant,
+    check_config,
+    check_generation,
+    check_positions,
+    check_support,
+    speak_alike,
+)
 from .verification import CachedModel
 
 ARGUMENTS = ("return_spec_states", "spec_config")  # of `generate()`, beside transformers' own
@@ -51,12 +59,17 @@ class SpecCall:
         resolved (`dict`): Its fields that have an equivalent among transformers' arguments; None where nothing is set.
         return_spec_states (`bool`): Record the states.
         is_explicit (`bool`): One of this package's own arguments was used, rather than an assistant alone.
+        assistant_model (`PreTrainedModel`, *optional*): Of models that do not hand it to the decoding method (Whisper).
     """
 
     config: SpecStateConfig
     resolved: dict[str, Any]
     return_spec_states: bool
     is_explicit: bool
+    assistant_model: PreTrainedModel | None = None
+
+    def __deepcopy__(self, memo) -> "SpecCall":
+        return self  # it travels in a generation config, which is copied on its way, and holds models
 
     @classmethod
     def read(
@@ -97,7 +110,8 @@ class SpecCall:
         for name, arguments in TRANSFORMERS_ARGUMENTS.items():
             of_assistant = [getattr(theirs, argument, None) for argument in arguments]
             completed[name] = _first([self.resolved[name], *of_assistant, DEFAULTS.get(name)])
-        completed["max_nodes"] = int(completed["max_nodes"])  # transformers takes 5.0 for 5
+        if isinstance(completed["max_nodes"], float):  # transformers takes 5.0 for 5
+            completed["max_nodes"] = int(completed["max_nodes"])
         return replace(self.config, **completed)
 
 
@@ -119,7 +133,9 @@ def decode(
     """The decoding method of an enabled model; arguments and result as of `GenerationMixin._assisted_decoding`."""
     check_generation(model, generation_config, model_kwargs)
     check_assistant(model, assistant_model, tokenizer, assistant_tokenizer, synced_gpus)
-    support = probe(model)
+    check_positions(model, generation_config, input_ids.shape[1])
+    is_static = has_fixed_slots(model_kwargs[CACHE_NAME])
+    support = probe(model, static=is_static)
     check_support(model, support, "model")
     if generation_config.assistant_early_exit is not None:
         assistant_model = early_exit_view(model, generation_config.assistant_early_exit)
@@ -147,6 +163,7 @@ def decode(
         config.lockstep
         or support.rows == "lockstep"
         or any(drafters_need_lockstep)
+        or is_static
         or _needs_lockstep(logits_processor, stopping_criteria)
     )
     schedule = make_schedule(str(config.schedule), config.max_nodes or 0, model, batch_size)

@@ -71,7 +71,7 @@ class SpeculativeDecoding:
         self.finished = [False] * sequences.batch_size
         capture = SpecStateLogitsProcessor()
         self.collector = OutputCollector(
-            generation_config, target.model.config.is_encoder_decoder, capture, sequences.batch_size
+            generation_config, target.model.config.is_encoder_decoder, capture, sequences.batch_size, together
         )
         if self.collector.wants_scores:
             logits_processor = LogitsProcessorList([*logits_processor, capture])
@@ -96,7 +96,9 @@ class SpeculativeDecoding:
                 while model._has_unfinished_sequences(all(self.finished), self.synced_gpus, device=input_ids.device):
                     self.round()
         finally:
-            self.target.rows.finalize()
+            # an interrupted batch goes back to the row that got least far, which is what a streamer has delivered
+            running = [rows for rows, done in zip(self.target.rows.lengths, self.finished, strict=True) if not done]
+            self.target.rows.finalize(min(running, default=None))
         self.candidates.schedule.close(model)
         self.relay.end()
         return self.result()
@@ -206,7 +208,8 @@ class SpeculativeDecoding:
     def keep(self, outputs: ModelOutput) -> None:
         """Keeps the cache slots of the committed paths: one for each token committed in this round."""
         paths = [path[: self.sequences.num_new(row) - self.starts[row]] for row, path in enumerate(self.paths)]
-        self.collector.keep(outputs, paths, self.target.rows)
+        selected = [path[:count] for path, count in zip(paths, self.selected, strict=True)]  # without the padding
+        self.collector.keep(outputs, selected, self.target.rows)
         self.target.rows.keep(paths)
 
     def learn(self, trees: list[TokenTree]) -> None:

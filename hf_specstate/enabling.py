@@ -8,6 +8,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import GenerationMode
 
 from .calls import ARGUMENTS, SpecCall, decode
+from .states import SpecStates
 
 # assistants that live inside transformers' own loop: they draft from the target's hidden states
 STOCK_ONLY_ASSISTANTS = ("Gemma4Assistant", "Gemma4UnifiedAssistant")
@@ -26,7 +27,13 @@ class SpecStateMixin(_Base):
 
     def _prepare_generation_config(self, generation_config: GenerationConfig | None, **kwargs: Any):
         asked = {name: kwargs.pop(name) for name in ARGUMENTS if name in kwargs}
-        call = SpecCall.read(asked, kwargs, generation_config, self.generation_config)
+        # Whisper prepares its config before it calls `generate()`: by then transformers' defaults have been filled in
+        call = getattr(generation_config, "_spec_call", None)
+        if call is None:
+            call = SpecCall.read(asked, kwargs, generation_config, self.generation_config)
+            # ... and only then is an assistant among these arguments. It is kept from Whisper, which would do without
+            # `begin_suppress_tokens` to get along with transformers' assisted loop.
+            call.assistant_model = kwargs.pop("assistant_model", None)
         prepared, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
         for name in ARGUMENTS:  # so that an assistant which is handed this config does not speculate in its turn
             prepared.__dict__.pop(name, None)
@@ -42,11 +49,13 @@ class SpecStateMixin(_Base):
             return  # batches, several return sequences and other vocabularies are checked by `decode`
         super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
 
-    def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+    def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, inputs_tensor=None, **kwargs):
+        arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
         call = getattr(generation_config, "_spec_call", None)
-        if call is None or not call.is_explicit:
-            return super()._sample(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
-        return decode(self, call, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
+        if call is None or not (call.is_explicit or call.assistant_model is not None):
+            return super()._sample(*arguments, **kwargs)
+        kwargs |= {"inputs_tensor": inputs_tensor, "assistant_model": call.assistant_model}
+        return decode(self, call, *arguments, **kwargs)
 
     def _assisted_decoding(
         self,
@@ -63,6 +72,14 @@ class SpecStateMixin(_Base):
         if not _takes_over(generation_config, assistant_model):
             return super()._assisted_decoding(*arguments, **kwargs)
         return decode(self, generation_config._spec_call, *arguments, **kwargs)
+
+    def _stack_split_outputs(self, seek_outputs, *args, **kwargs):
+        """Whisper takes its outputs apart by row and puts back together the fields that it knows."""
+        outputs = super()._stack_split_outputs(seek_outputs, *args, **kwargs)
+        if seek_outputs[0].get("spec_states") is not None:
+            outputs["spec_states"] = states = SpecStates(len(seek_outputs))
+            states.sequences = [row["spec_states"] for row in seek_outputs]
+        return outputs
 
     def __reduce_ex__(self, protocol):
         """Pickle and deepcopy by the model's own class, which an importer can find."""
@@ -148,8 +165,8 @@ def _takes_over(generation_config: GenerationConfig, assistant_model: PreTrained
         kind = f"A {type(assistant_model).__name__}"
     if kind is not None and call.is_explicit:
         raise ValueError(
-            f"{kind} drafts from the target's hidden states inside transformers' own loop; leave out `return_spec_states` "
-            "and `spec_config`."
+            f"{kind} drafts from the target's hidden states inside transformers' own loop; leave out "
+            "`return_spec_states` and `spec_config`."
         )
     return kind is None
 

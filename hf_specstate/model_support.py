@@ -7,7 +7,14 @@ from threading import Lock
 from typing import Any
 
 import torch
-from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    StaticCache,
+)
 from transformers.modeling_outputs import BaseModelOutput
 
 from .compat import CACHE_NAME
@@ -31,6 +38,7 @@ TINY_SIZES = {
     **dict.fromkeys(("encoder_layers", "decoder_layers", "n_layer", "n_layers", "num_layers"), 2),
     **dict.fromkeys(("num_hidden_layers", "num_decoder_layers", "n_group", "topk_group"), 2),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions"), 128),
+    "original_max_position_embeddings": 128,
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 97),
     **dict.fromkeys(("initializer_range", "init_std"), 0.3),
     "initializer_factor": 2.0,
@@ -79,7 +87,7 @@ class ModelSupport:
         return "tree" if self.tree else "lockstep chain" if self.rows == "lockstep" else "ragged chain"
 
 
-def probe(model: PreTrainedModel) -> ModelSupport:
+def probe(model: PreTrainedModel, static: bool = False) -> ModelSupport:
     """
     Finds the highest rung on which `model` can speculate without changing its output, by comparing, on a tiny random
     float32 copy of the architecture (or on the model itself, if its config cannot be shrunk), every logit of a few
@@ -87,6 +95,7 @@ def probe(model: PreTrainedModel) -> ModelSupport:
 
     Args:
         model (`PreTrainedModel`): Left as it is; the global random state too.
+        static (`bool`, *optional*, defaults to `False`): Try a static cache, on which rows advance together.
 
     Returns:
         [`ModelSupport`]
@@ -94,35 +103,37 @@ def probe(model: PreTrainedModel) -> ModelSupport:
     attention = getattr(model.config, "_attn_implementation", None)
     quantization = getattr(model.config, "quantization_config", None)
     kind = (type(model).__module__, type(model).__qualname__, model.config.to_json_string())
-    key = (*kind, attention, str(model.dtype), str(quantization), torch.__version__)
+    key = (*kind, attention, str(model.dtype), str(quantization), torch.__version__, static)
     with _lock:
         if key not in _results:
             with torch.random.fork_rng(), torch.no_grad():
                 torch.manual_seed(0)
-                _results[key] = _probe(model, attention)
+                _results[key] = _probe(model, attention, static)
     return _results[key]
 
 
-def _probe(model: PreTrainedModel, attention: str | None) -> ModelSupport:
+def _probe(model: PreTrainedModel, attention: str | None, static: bool) -> ModelSupport:
     takes_tree = attention in ("sdpa", "eager")  # FlashAttention takes no 4D mask, flex attention only its own
     try:
-        trial = _tiny_copy(model, attention if takes_tree else "sdpa")
-        _Trial(trial, ModelSupport(rows="lockstep")).fresh(0, [3])  # it runs
+        # a static cache can only be cropped while it lies within the sliding window
+        sizes = TINY_SIZES | {"sliding_window": 4 * PROMPT} if static else TINY_SIZES
+        trial = _tiny_copy(model, sizes, attention if takes_tree else "sdpa")
+        _Trial(trial, ModelSupport(rows="lockstep"), static=False).fresh(0, [3])  # it runs
     except Exception as error:
         logger.debug("cannot shrink %s: %s", type(model).__name__, error)
         trial = model
     support = ModelSupport(reason="rejected tokens cannot be taken out of its state")
-    for rows in ("lockstep", "aligned", "holes"):
+    for rows in ("lockstep",) if static else ("lockstep", "aligned", "holes"):
         candidate = ModelSupport(rows=rows, reason="" if takes_tree else f"{attention} attention takes no tree mask")
-        if _works(trial, candidate):
+        if _works(trial, candidate, static):
             support = candidate
-    if support.rows == "lockstep":
+    if support.rows == "lockstep" and not static:
         return replace(support, reason="rows that accept different numbers of tokens change each other")
     if support.rows == "none" or not takes_tree:
         return support
     for mask in _mask_kinds(trial.config):
         candidate = replace(support, tree=True, mask=mask)
-        if _works(trial, candidate):
+        if _works(trial, candidate, static):
             return candidate
     return replace(support, reason="its attention cannot be given a tree mask")
 
@@ -134,16 +145,16 @@ def _mask_kinds(config: PreTrainedConfig) -> list[str]:
     return ["sliding", "full"] if getattr(config.get_text_config(decoder=True), "sliding_window", None) else ["full"]
 
 
-def _works(model: PreTrainedModel, support: ModelSupport) -> bool:
+def _works(model: PreTrainedModel, support: ModelSupport, static: bool) -> bool:
     try:
-        return _compare(model, support)
+        return _compare(model, support, static)
     except Exception as error:
         logger.debug("%s on %s: %s: %s", support.rung, type(model).__name__, type(error).__name__, error)
         return False
 
 
-def _tiny_copy(model: PreTrainedModel, attention: str | None) -> PreTrainedModel:
-    config = type(model.config).from_dict(_shrink(model.config.to_dict()))
+def _tiny_copy(model: PreTrainedModel, sizes: dict[str, Any], attention: str | None) -> PreTrainedModel:
+    config = type(model.config).from_dict(_shrink(model.config.to_dict(), sizes))
     base = getattr(type(model), "_hf_specstate_base", type(model))
     tiny = base._from_config(config, attn_implementation=attention, dtype=torch.float32).eval()
     if sum(parameter.numel() for parameter in tiny.parameters()) > 5e7:
@@ -154,7 +165,7 @@ def _tiny_copy(model: PreTrainedModel, attention: str | None) -> PreTrainedModel
     return tiny
 
 
-def _shrink(config: dict[str, Any]) -> dict[str, Any]:
+def _shrink(config: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
     kinds = list(dict.fromkeys(config.get("layer_types") or []))
     layers = max(2, len(kinds))
     tiny: dict[str, Any] = {}
@@ -165,10 +176,12 @@ def _shrink(config: dict[str, Any]) -> dict[str, Any]:
             tiny[name] = (kinds * 2)[:layers]
         elif name == "num_key_value_heads" and value:  # keep the kind: multi-head, grouped or multi-query
             tiny[name] = 4 if value == config.get("num_attention_heads") else min(value, 2)
+        elif name in ("rope_parameters", "rope_scaling") and value:
+            tiny[name] = _shrink_rope(value)
         elif isinstance(value, dict) and name.endswith("config"):
-            tiny[name] = _shrink(value)
-        elif isinstance(value, int | float) and not isinstance(value, bool) and name in TINY_SIZES:
-            tiny[name] = layers if name == "num_hidden_layers" else TINY_SIZES[name]
+            tiny[name] = _shrink(value, sizes)
+        elif isinstance(value, int | float) and not isinstance(value, bool) and name in sizes:
+            tiny[name] = layers if name == "num_hidden_layers" else sizes[name]
         elif name in SPECIAL_TOKENS and value is not None:
             tiny[name] = SPECIAL_TOKENS[name]
         elif isinstance(value, list) and len(value) == config.get("num_hidden_layers"):
@@ -178,10 +191,20 @@ def _shrink(config: dict[str, Any]) -> dict[str, Any]:
     return tiny
 
 
+def _shrink_rope(rope: dict[str, Any]) -> dict[str, Any]:
+    """Factors for the tiny head size, and a limit, beyond which some kinds change their frequencies, past the trial."""
+    tiny = {name: _shrink_rope(value) if isinstance(value, dict) else value for name, value in rope.items()}
+    pairs = int(TINY_SIZES["head_dim"] * rope.get("partial_rotary_factor", 1.0)) // 2
+    tiny |= {name: value[:pairs] for name, value in tiny.items() if isinstance(value, list)}
+    if "original_max_position_embeddings" in tiny:
+        tiny["original_max_position_embeddings"] = TINY_SIZES["max_position_embeddings"]
+    return tiny
+
+
 class _Trial:
     """Two rows of random tokens under a model: the first forwards, and the fresh forward that they must equal."""
 
-    def __init__(self, model: PreTrainedModel, support: ModelSupport):
+    def __init__(self, model: PreTrainedModel, support: ModelSupport, static: bool):
         self.model = model
         self.device = model.get_input_embeddings().weight.device
         self.device = torch.device("cpu") if self.device.type == "meta" else self.device
@@ -194,9 +217,10 @@ class _Trial:
             ids[1, :3], mask[1, :3] = 0, 0
         self.rows = [row[seen.bool()] for row, seen in zip(ids, mask, strict=True)]
         kwargs: dict[str, Any] = {"use_cache": True, **self._encoder_inputs(slice(None))}
-        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        config = model.config.get_text_config(decoder=True)
+        cache = StaticCache(config=config, max_cache_len=4 * PROMPT) if static else DynamicCache(config=config)
         if self.is_encoder_decoder:
-            cache = EncoderDecoderCache(cache, DynamicCache(config=model.config.get_text_config(decoder=True)))
+            cache = EncoderDecoderCache(cache, DynamicCache(config=config))
         else:
             kwargs["attention_mask"] = mask
             if "position_ids" in inspect.signature(model.forward).parameters:
@@ -227,9 +251,9 @@ class _Trial:
         return self.model(**inputs, use_cache=False).logits[0].float()
 
 
-def _compare(model: PreTrainedModel, support: ModelSupport) -> bool:
+def _compare(model: PreTrainedModel, support: ModelSupport, static: bool) -> bool:
     """Whether a few speculative rounds give the logits of fresh forwards. Raises what the model raises."""
-    trial = _Trial(model, support)
+    trial = _Trial(model, support, static)
     trial.cached.prefill(trial.prompt)
     if support.rows != "lockstep" and not can_gather(trial.cached.rows.cache):
         return False

@@ -1,14 +1,14 @@
 """What an enabled model's `generate()` returns, and how the per-token outputs are gathered from tree forwards."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import Cache, GenerationConfig
+from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 from transformers.utils import ModelOutput
 
+from .compat import self_attention_cache
 from .logits_processor import SpecStateLogitsProcessor
 from .row_cache import RowCache
 from .states import SpecStates
@@ -50,6 +50,7 @@ class OutputCollector:
         is_encoder_decoder (`bool`): Names the attention outputs and the returned class.
         capture ([`SpecStateLogitsProcessor`]): Holds the processed scores of the tokens being committed.
         batch_size (`int`): Rows.
+        together (`bool`): Rows advance together, so that stopping criteria can be given the scores so far.
     """
 
     def __init__(
@@ -58,16 +59,20 @@ class OutputCollector:
         is_encoder_decoder: bool,
         capture: SpecStateLogitsProcessor,
         batch_size: int,
+        together: bool,
     ):
         wanted = generation_config.return_dict_in_generate
         prefix = "decoder_" if is_encoder_decoder else ""
         self._is_encoder_decoder = is_encoder_decoder
         self._capture = capture
+        self._together = together
         # row -> step -> (vocab_size,)
         self._scores: list[list[torch.Tensor]] | None = None
         self._logits: list[list[torch.Tensor]] | None = None
+        self.step_scores: tuple[torch.Tensor, ...] | None = None  # as stopping criteria get them
         if wanted and generation_config.output_scores:
             self._scores = [[] for _ in range(batch_size)]
+            self.step_scores = ()
         if wanted and generation_config.output_logits:
             self._logits = [[] for _ in range(batch_size)]
         layered = []
@@ -83,11 +88,6 @@ class OutputCollector:
     def wants_scores(self) -> bool:
         return self._scores is not None
 
-    @property
-    def step_scores(self) -> Sequence | None:
-        """The scores so far, as stopping criteria get them."""
-        return None if self._scores is None else _StepScores(self._scores)
-
     def prefill(self, outputs: ModelOutput) -> None:
         """Step 0 has the hidden states and attentions of the whole prompt."""
         self._first = {name: outputs[name] for name in self._layered if outputs.get(name) is not None}
@@ -97,20 +97,24 @@ class OutputCollector:
         A token of `row`, which had `length` tokens before it, was chosen from `logits` of shape `(vocab_size,)`.
         """
         if self._scores is not None:
-            self._scores[row].append(self._capture.scores_at(length, row).clone())
+            scores = self._capture.scores_at(length, row)
+            # rows at different lengths come out of a batch each; the rest of it need not stay alive
+            self._scores[row].append(scores if self._together else scores.clone())
         if self._logits is not None:
             self._logits[row].append(logits.clone())
 
     def end_step(self) -> None:
         """Every row of the step has been committed."""
+        if self._together and self.step_scores is not None:
+            self.step_scores += tuple(self._capture.captured.values())
         self._capture.captured.clear()
 
     def keep(self, outputs: ModelOutput, paths: list[list[int]], rows: RowCache) -> None:
         """Takes the hidden states and attentions along every row's kept slots; called before the cache keeps them."""
         for name, by_row in self._layered.items():
-            layers = outputs.get(name)
-            if layers is None or layers[0] is None:  # some models never return attentions
-                continue
+            layers = outputs.get(name) or ()
+            if None in layers[:1]:  # some models never return attentions
+                layers = ()
             for row, path in enumerate(paths):
                 for depth, slot in enumerate(path):
                     if name.endswith("hidden_states"):
@@ -124,8 +128,8 @@ class OutputCollector:
     def build(self, outputs: dict[str, Any], spec_states: SpecStates | None) -> ModelOutput:
         """The dataclass that `generate()` returns, from the fields known outside and what was gathered here."""
         fields = dict(outputs)
-        fields["scores"] = None if self._scores is None else tuple(_StepScores(self._scores))
-        fields["logits"] = None if self._logits is None else tuple(_StepScores(self._logits))
+        fields["scores"] = None if self._scores is None else self._stack(self._scores)
+        fields["logits"] = None if self._logits is None else self._stack(self._logits)
         for name, by_row in self._layered.items():
             first = (self._first[name],) if name in self._first else ()
             fields[name] = first + self._stack_layers(by_row)
@@ -133,6 +137,15 @@ class OutputCollector:
             kind = SpecEncoderDecoderOutput if self._is_encoder_decoder else SpecDecoderOnlyOutput
             return kind(**fields, spec_states=spec_states)
         return (GenerateEncoderDecoderOutput if self._is_encoder_decoder else GenerateDecoderOnlyOutput)(**fields)
+
+    @staticmethod
+    def _stack(by_row: list[list[torch.Tensor]]) -> tuple:
+        steps = []
+        for step in range(max(len(row) for row in by_row)):
+            example = next(row[step] for row in by_row if step < len(row))
+            rows = [row[step] if step < len(row) else torch.zeros_like(example) for row in by_row]
+            steps.append(torch.stack(rows))
+        return tuple(steps)
 
     @staticmethod
     def _stack_layers(by_row: list[list[tuple]]) -> tuple:
@@ -144,35 +157,15 @@ class OutputCollector:
         return tuple(steps)
 
 
-class _StepScores(Sequence):
-    """Per-row lists of `(vocab_size,)` read as one `(batch_size, vocab_size)` a step, stacked only when looked at."""
-
-    def __init__(self, by_row: list[list[torch.Tensor]]):
-        self._by_row = by_row
-
-    def __len__(self) -> int:
-        return max(len(row) for row in self._by_row)
-
-    def __getitem__(self, step):
-        if isinstance(step, slice):
-            return tuple(self[place] for place in range(*step.indices(len(self))))
-        step = step + len(self) if step < 0 else step
-        if not 0 <= step < len(self):
-            raise IndexError(step)
-        example = next(row[step] for row in self._by_row if step < len(row))
-        rows = [row[step] if step < len(row) else torch.zeros_like(example) for row in self._by_row]
-        return torch.stack(rows)
-
-
 def _attentions_of(layers: tuple, rows: RowCache, row: int, path: list[int]) -> tuple:
     """The last token of `path` attending to its row, tokens in order: `(1, heads, 1, length so far)` for each layer."""
     order = rows.index[row].argsort(stable=True)[rows.slots - rows.lengths[row] :]
     columns = torch.cat([order, torch.tensor([rows.slots + slot for slot in path], device=order.device)])
     written = rows.slots + rows.pending
     picked = []
-    for layer, is_sliding in zip(layers, rows.cache.is_sliding, strict=False):
+    for layer, cached in zip(layers, self_attention_cache(rows.cache).layers, strict=False):
         held = layer.shape[-1]
-        seen = columns[-rows.window :] if is_sliding else columns
+        seen = columns[-cached.get_max_length() :] if getattr(cached, "is_sliding", False) else columns
         piece = layer[row : row + 1, :, path[-1] : path[-1] + 1, seen - max(written - held, 0)]
         if held > written:  # a static layer shows its empty slots too
             piece = torch.nn.functional.pad(piece, (0, held - piece.shape[-1]))

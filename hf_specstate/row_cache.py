@@ -8,11 +8,11 @@ tokens therefore need one of two layouts:
   rows hide the difference behind the attention mask. Only the last few slots are ever touched; when more than a
   quarter of the slots is waste, the rows are compacted.
 - *aligned*: every row is shifted to the right end of the cache after each ragged round, as left padding would place
-  it. Needed where the distance between slots matters (sliding windows, position biases computed from slots) or where
-  slots are scarce (static caches).
+  it. Needed where the distance between slots matters (sliding windows, position biases computed from slots).
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import Cache
@@ -49,7 +49,7 @@ class RowCache:
         # slots behind `slots` that the last forwards wrote and `keep` has not judged, and their places in the rows
         self.pending_place = self.index[:, :0]
         self.is_dense: bool = to_host(visible.all()[None])[0]
-        self._marks: list[tuple] = []
+        self._marks = CacheMarks(cache)
         self._layers = [layer for layer in self_attention_cache(cache).layers if _holds_states(layer)]
         self._recording = [getattr(layer, "record_past", None) for layer in self._layers]
         cache.activate_past_recording()
@@ -60,13 +60,9 @@ class RowCache:
         return self.pending_place.shape[1]
 
     @property
-    def sliding_layer(self) -> CacheLayerMixin:
-        return next(layer for layer in self._layers if getattr(layer, "is_sliding", False))
-
-    @property
-    def window(self) -> int:
-        """How far the sliding layers look back, the token itself included."""
-        return self.sliding_layer.get_max_length()
+    def sliding_layer(self) -> CacheLayerMixin | None:
+        """A layer that holds only its window; None where all hold everything, as in a cache made without a config."""
+        return next((layer for layer in self._layers if getattr(layer, "is_sliding", False)), None)
 
     @property
     def room(self) -> int | None:
@@ -77,16 +73,12 @@ class RowCache:
     # ------------------------------------------------------------------ around a forward
 
     def begin(self) -> None:
-        """Notes how long every layer is, so that a forward that is interrupted between two layers can be undone."""
-        self._marks = [_mark(layer) for layer in self._layers]
+        """Call it before a forward, so that it can be undone."""
+        self._marks = CacheMarks(self.cache)
 
     def rollback(self) -> None:
         """Undoes an interrupted forward: every layer is as `begin` found it."""
-        for layer, mark in zip(self._layers, self._marks, strict=True):
-            if isinstance(layer, StaticLayer):
-                _set_static_length(layer, self.slots + self.pending)
-            else:
-                _restore(layer, mark)
+        self._marks.restore()
 
     def end(self, place: torch.Tensor) -> None:
         """A forward has written slots for the tokens at `place`, of shape `(batch_size, width)`."""
@@ -114,10 +106,18 @@ class RowCache:
             if self.slots - max(self.lengths) > WASTE_BEFORE_COMPACTION * self.slots:
                 self._compact()
 
-    def finalize(self) -> None:
-        """Leaves the cache as plain decoding would: slot `i` of a row holds token `i`; zeros behind rows that ended."""
-        length = max(self.lengths)
-        if any(rows != self.slots for rows in self.lengths):
+    def finalize(self, length: int | None = None) -> None:
+        """
+        Leaves the cache as plain decoding would: slot `i` of a row holds token `i`; zeros behind rows that ended.
+
+        Args:
+            length (`int`, *optional*):
+                Slots to keep. Defaults to the longest row's. Sliding layers cannot go back to fewer: what a longer row
+                would need again has left the window.
+        """
+        if length is None or any(getattr(layer, "is_sliding", False) for layer in self._layers):
+            length = max(self.lengths)
+        if any(rows != self.slots for rows in (length, *self.lengths)):
             order = self._order()
             places = torch.arange(length, device=order.device)
             ends = torch.tensor(self.lengths, device=order.device)[:, None]
@@ -195,6 +195,14 @@ class RowCache:
                 layer.crop(-slots)
 
 
+def has_fixed_slots(cache: Cache) -> bool:
+    """
+    Whether `cache` has a fixed number of slots. A row that ended ahead of the others then fills the slots that they
+    need: rows must advance together.
+    """
+    return any(isinstance(layer, StaticLayer) for layer in self_attention_cache(cache).layers)
+
+
 def can_gather(cache: Cache) -> bool:
     """Whether the slots of every layer of `cache` can be moved by row."""
     layers = self_attention_cache(cache).layers
@@ -207,7 +215,7 @@ def _holds_states(layer) -> bool:
 
 
 def _gather(states: torch.Tensor, source: torch.Tensor, empty: torch.Tensor | None = None) -> torch.Tensor:
-    """`states` of shape `(batch_size, heads, slots, head_dim)` picked by `source` of shape `(batch_size, new_slots)`."""
+    """`states` of shape `(batch_size, heads, slots, head_dim)`, picked by `source` `(batch_size, new_slots)`."""
     where = source[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
     picked = states.gather(2, where)
     return picked if empty is None else picked.masked_fill_(empty[:, None, :, None], 0)
@@ -219,17 +227,43 @@ def _set_static_length(layer: StaticLayer, slots: int) -> None:
         layer.cumulative_length_int = slots
 
 
-def _mark(layer) -> tuple:
-    keys = getattr(layer, "keys", None)
-    states = tuple(dict(getattr(layer, name)) for name in ("conv_states", "recurrent_states") if hasattr(layer, name))
-    return None if keys is None else keys.shape[-2], getattr(layer, "cumulative_length", None), states
+class CacheMarks:
+    """What the layers of a cache hold, so that a forward that is interrupted between two layers can be undone."""
+
+    def __init__(self, cache: Cache):
+        self._layers = self_attention_cache(cache).layers
+        self._marks = [_mark(layer) for layer in self._layers]
+
+    def restore(self) -> None:
+        del self._layers[len(self._marks) :]  # a cache that was made without a config grows layers as they come
+        for layer, mark in zip(self._layers, self._marks, strict=True):
+            _restore(layer, *mark)
 
 
-def _restore(layer, mark: tuple) -> None:
-    held, cumulative_length, states = mark
-    if held is not None:
+def _mark(layer) -> tuple[int | None, dict[str, Any], dict[str, dict]]:
+    """
+    The length of a layer that grows (holding its tensors would double the cache), what it counts, its running states.
+    A sliding layer lets go of old tokens in a prefill, so its few tensors themselves are held.
+    """
+    counted = ["is_initialized", "cumulative_length", "cumulative_length_int"]
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        counted += ["keys", "values"]
+    kept = {name: getattr(layer, name) for name in counted if hasattr(layer, name)}
+    if isinstance(layer, StaticLayer):
+        kept["cumulative_length"] = kept["cumulative_length"].clone()
+    states = {name: dict(getattr(layer, name)) for name in ("conv_states", "recurrent_states") if hasattr(layer, name)}
+    return None if getattr(layer, "keys", None) is None else layer.keys.shape[-2], kept, states
+
+
+def _restore(layer, held: int | None, kept: dict[str, Any], states: dict[str, dict]) -> None:
+    if isinstance(layer, StaticLayer):
+        # in place: compiled forwards know the tensor by its address
+        kept["cumulative_length"] = layer.cumulative_length.copy_(kept["cumulative_length"])
+    elif held is not None:
         layer.keys, layer.values = layer.keys[..., :held, :], layer.values[..., :held, :]
-    if cumulative_length is not None:
-        layer.cumulative_length = cumulative_length
-    for name, saved in zip(("conv_states", "recurrent_states"), states, strict=False):
+    elif hasattr(layer, "keys"):
+        layer.keys = layer.values = None
+    for name, value in kept.items():
+        setattr(layer, name, value)
+    for name, saved in states.items():
         getattr(layer, name).update(saved)

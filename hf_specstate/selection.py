@@ -53,8 +53,8 @@ class Selection:
 
     def start_round(self, logits: torch.Tensor, trees: Sequence[TokenTree]) -> None:
         """
-        Takes the target's answers of a round: `logits` of shape `(batch_size, width, vocab_size)`, float32. Plain greedy
-        decoding needs nothing but their argmax, so that a round costs one host read.
+        Takes the target's answers of a round: `logits` of shape `(batch_size, width, vocab_size)`, float32. Plain
+        greedy decoding needs nothing but their argmax, so that a round costs one host read.
         """
         self.logits = logits
         self.trees = trees

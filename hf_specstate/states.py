@@ -54,6 +54,10 @@ class SpecSequence:
     def __getitem__(self, index):
         return self.rounds[index]
 
+    def cpu(self) -> "SpecSequence":
+        """Itself. Whisper moves whatever `generate()` returns for a row to the CPU."""
+        return self
+
     @property
     def num_drafted(self) -> int:
         return sum(len(spec_round.token_ids) for spec_round in self.rounds)

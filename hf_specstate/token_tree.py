@@ -32,7 +32,7 @@ class TokenTree:
 
     @classmethod
     def from_paths(cls, paths: Iterable[Sequence[int]], source: str, max_nodes: int | None = None) -> "TokenTree":
-        """The tree of several continuations, shared beginnings stored once, at most `max_nodes` nodes, first path first."""
+        """The tree of several continuations, first path first, with at most `max_nodes` nodes."""
         tree = cls()
         children: dict[tuple[int, int], int] = {}
         for path in paths:

@@ -2,8 +2,9 @@
 
 from typing import Any
 
+import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, QuantizedLayer, StaticLayer
 
 from .compat import CACHE_NAME, self_attention_cache
 from .config import SpecStateConfig
@@ -11,6 +12,7 @@ from .model_support import ModelSupport
 
 # Rows of an embedding matrix that models of one tokenizer may differ by: matrices are padded to multiples of up to 512.
 LARGEST_VOCAB_PADDING = 512
+CHANGING_FREQUENCIES = ("dynamic", "longrope")  # kinds of rotary embeddings that depend on the length of the text
 
 
 def check_generation(model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
@@ -32,13 +34,35 @@ def check_generation(model: PreTrainedModel, generation_config: GenerationConfig
         and _get(quantization, "llm_int8_threshold", 6.0)
     ):
         raise ValueError(
-            "bitsandbytes int8 with an outlier threshold gives other logits for several tokens than for one, so the text "
-            "would change; load the model with `BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0)`."
+            "bitsandbytes int8 with an outlier threshold gives other logits for several tokens than for one, so the "
+            "text would change; load the model with `BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0)`."
         )
     cache = model_kwargs.get(CACHE_NAME)
     if cache is None:
         raise ValueError(f"{type(model).__name__} keeps no transformers `Cache`, so drafts cannot be taken back.")
     check_cache(cache)
+
+
+def check_positions(model: PreTrainedModel, generation_config: GenerationConfig, prompt_length: int) -> None:
+    """
+    Raises:
+        ValueError: the text may grow into positions at which the model changes the rotary frequencies of all tokens, so
+            that a forward over several tokens differs from one over each.
+    """
+    config = model.config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for settings in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        kind = settings.get("rope_type")
+        if kind not in CHANGING_FREQUENCIES:
+            continue
+        original = getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
+        limit = settings.get("original_max_position_embeddings") or original
+        is_past = kind == "longrope" and prompt_length > limit  # which changes them once
+        if generation_config.max_length > limit and not is_past:
+            raise ValueError(
+                f"{type(model).__name__} changes its rotary frequencies ({kind}) past {limit} tokens and the text may "
+                f"grow to {generation_config.max_length}; lower `max_new_tokens`, or call `generate()` without drafts."
+            )
 
 
 def check_cache(cache) -> None:
@@ -55,15 +79,17 @@ def check_cache(cache) -> None:
     for layer in cache.layers:
         if isinstance(layer, StaticLayer) and getattr(layer, "is_sliding", False) and not layer.is_croppable:
             raise ValueError(
-                "A static cache overwrites what leaves a sliding window, so drafts cannot be taken back; use the dynamic "
-                "cache (leave out `cache_implementation`)."
+                "A static cache overwrites what leaves a sliding window, so drafts cannot be taken back; use the "
+                "dynamic cache (leave out `cache_implementation`)."
             )
         attends = hasattr(layer, "keys") and not hasattr(layer, "conv_states")
         known = isinstance(layer, StaticLayer) or type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
-        if attends and not known and not layer.is_croppable:
+        # older releases take quantised layers for croppable
+        croppable = layer.is_croppable and not isinstance(layer, QuantizedLayer)
+        if attends and not known and not croppable:
             raise ValueError(
-                f"A {kind} cannot be cropped, so drafts cannot be taken back; use a dynamic or a static cache (leave out "
-                "`cache_implementation`)."
+                f"A {kind} cannot be cropped, so drafts cannot be taken back; use a dynamic or a static cache (leave "
+                "out `cache_implementation`)."
             )
 
 
@@ -98,14 +124,31 @@ def check_assistant(
 
     if synced_gpus and is_fsdp_managed_module(assistant_model):
         raise ValueError(
-            "`assistant_model` is sharded over the ranks, which draft different numbers of steps; give every rank a whole "
-            "assistant, or leave it out."
+            "`assistant_model` is sharded over the ranks, which draft different numbers of steps; give every rank a "
+            "whole assistant, or leave it out."
         )
     ours, theirs = (m.config.get_text_config(decoder=True).vocab_size for m in (model, assistant_model))
     if abs(ours - theirs) > LARGEST_VOCAB_PADDING and (tokenizer is None or assistant_tokenizer is None):
         raise ValueError(
             f"`assistant_model` has a vocabulary of {theirs} tokens and the model one of {ours}; pass `tokenizer=` and "
             "`assistant_tokenizer=` to draft across tokenizers."
+        )
+
+
+def check_encoder_inputs(assistant_model: PreTrainedModel, inputs_tensor: torch.Tensor | None) -> None:
+    """
+    Raises:
+        ValueError: the assistant has an encoder of its own, and the call holds nothing that it could read.
+    """
+    if not assistant_model.config.is_encoder_decoder:
+        return
+    reads_ids = assistant_model.main_input_name == "input_ids"
+    # `generate()` stands -100 in for the input ids when it is handed `encoder_outputs`
+    has_ids = inputs_tensor is not None and not inputs_tensor.is_floating_point() and bool((inputs_tensor >= 0).all())
+    if inputs_tensor is None or (reads_ids and not has_ids):
+        raise ValueError(
+            "`assistant_model` has an encoder of its own and cannot read `inputs_embeds` or `encoder_outputs`; pass "
+            "the model's inputs instead, or use an assistant without an encoder."
         )
 
 

@@ -10,7 +10,7 @@ from transformers.pytorch_utils import move_to_device
 from transformers.utils import ModelOutput
 
 from .compat import CACHE_NAME
-from .row_cache import RowCache
+from .row_cache import CacheMarks, RowCache
 from .token_tree import TreeBatch
 
 if TYPE_CHECKING:
@@ -56,7 +56,12 @@ class CachedModel:
         included), after which [`~CachedModel.forward`] may be called.
         """
         model = self.model
-        outputs = model._prefill(input_ids, self.generation_config, self.kwargs, is_first_iteration=True)
+        marks = CacheMarks(self.kwargs[CACHE_NAME])
+        try:
+            outputs = model._prefill(input_ids, self.generation_config, self.kwargs, is_first_iteration=True)
+        except BaseException:
+            marks.restore()
+            raise
         self.kwargs = model._update_model_kwargs_for_generation(
             outputs, self.kwargs, is_encoder_decoder=model.config.is_encoder_decoder
         )
@@ -66,8 +71,6 @@ class CachedModel:
         if mask is None:
             mask = torch.ones((input_ids.shape[0], slots), device=input_ids.device)
         self.rows = RowCache(cache, mask[:, :slots] != 0, aligned=self.support.rows == "aligned")
-        if self.rows.room is not None:
-            self.rows.aligned = self.rows.aligned or self.support.rows == "holes"
         positions = self.kwargs.pop(self._position_name, None)
         # [..., batch or 1, 1]: where the token after the prefill stands; later ones count on from there
         self._next_position = None if positions is None else positions[..., -1:]
@@ -137,17 +140,21 @@ class CachedModel:
             return self._as_attention_expects(seen)
         key_place = torch.cat([rows.index, rows.pending_place, place], dim=1)
         distance = place[:, None, :, None] - key_place[:, None, None]  # [batch, 1, width, all]
-        near = seen & (distance < rows.window)
-        held, skipped = rows.sliding_layer.get_mask_sizes(width)
-        near = self._as_attention_expects(near[..., skipped : skipped + held])
+        text_config = self.model.config.get_text_config(decoder=True)
+        near = seen & (distance < text_config.sliding_window)
+        if rows.sliding_layer is not None:
+            held, skipped = rows.sliding_layer.get_mask_sizes(width)
+            near = near[..., skipped : skipped + held]
+        near = self._as_attention_expects(near)
         if self.support.mask == "sliding":
             return near
-        layer_types = set(self.model.config.get_text_config(decoder=True).layer_types)
+        layer_types = set(text_config.layer_types)
         full = self._as_attention_expects(seen)
         return {name: near if name == "sliding_attention" else full for name in layer_types}
 
     def _as_attention_expects(self, mask: torch.Tensor) -> torch.Tensor:
-        if self.model.config._attn_implementation == "sdpa":
+        # a model that must return its attentions leaves sdpa for its eager code
+        if self.model.config._attn_implementation == "sdpa" and not self.kwargs.get("output_attentions"):
             return mask
         dtype = self.model.dtype
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)

@@ -120,7 +120,7 @@ class Wrapper(nn.Module):
     "make, names",
     [
         (lambda: Wrapper(tiny("llama")), "model.module"),
-        (lambda: BertModel(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9)), "BertModel"),
+        (lambda: BertModel(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1)), "BertModel"),
         (lambda: nn.Linear(2, 2), "Linear"),
         (lambda: "a path", "str"),
     ],

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import Cache
+from transformers import Cache, DynamicCache
 from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -14,7 +14,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from hf_specstate.row_cache import RowCache, can_gather
+from hf_specstate.row_cache import CacheMarks, RowCache, can_gather
 
 WINDOW = 5
 STATIC_LENGTH = 40
@@ -107,16 +107,15 @@ class World:
                 assert torch.equal(keys[row, :, here], want_keys)
                 assert torch.equal(values[row, :, here], want_values)
 
-    def check_finalized(self) -> None:
+    def check_finalized(self, length: int) -> None:
         """Slot `i` of a row holds its token `i`; zeros follow."""
-        longest = max(map(len, self.tokens))
-        assert self.rows.slots == longest
+        assert self.rows.slots == length
         for number, layer in enumerate(self.cache.layers):
-            assert int(layer.get_seq_length()) == longest
+            assert int(layer.get_seq_length()) == length
             keys, values, dropped = self.held(layer)
             for row, tokens in enumerate(self.tokens):
-                want_keys, want_values = states(row, tokens, number)
-                empty = torch.zeros(1, longest - len(tokens), 2)
+                want_keys, want_values = states(row, tokens[:length], number)
+                empty = torch.zeros(1, max(length - len(tokens), 0), 2)
                 assert torch.equal(keys[row], torch.cat([want_keys, empty], dim=1)[:, dropped:])
                 assert torch.equal(values[row], torch.cat([want_values, empty], dim=1)[:, dropped:])
 
@@ -149,8 +148,10 @@ def test_rows_keep_exactly_their_tokens(kind, data):
             assert world.rows.room == STATIC_LENGTH - world.rows.slots - sum(widths)
         world.keep(paths)
         world.check()
-    world.rows.finalize()
-    world.check_finalized()
+    longest = max(world.rows.lengths)
+    length = data.draw(st.none() | st.integers(1, longest))
+    world.rows.finalize(length)
+    world.check_finalized(longest if length is None or kind.endswith("sliding") else length)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
@@ -168,6 +169,17 @@ def test_holes_are_copied_away_only_above_a_quarter_of_waste(data):
         waste = slots - max(world.rows.lengths)
         assert is_same == (waste <= 0.25 * slots)
         assert world.rows.slots == (slots if is_same else max(world.rows.lengths))
+
+
+@pytest.mark.parametrize("layers", [0, 1, 2])
+def test_an_interrupted_prefill_leaves_nothing(layers):
+    """Such a cache makes its layers as states come."""
+    cache = DynamicCache()
+    marks = CacheMarks(cache)
+    for layer in range(layers):
+        cache.update(*(part[None] for part in states(0, [1, 2], layer)), layer)
+    marks.restore()
+    assert len(cache) == 0 and cache.get_seq_length() == 0
 
 
 def test_finalize_gives_back_the_layers_own_recording():

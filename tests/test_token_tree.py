@@ -105,6 +105,7 @@ def test_packing(rows, spare):
     batch = TreeBatch.pack(roots, rows, pad_token_id=99, width=width)
     seen = batch.ancestors()
     assert seen.shape == (len(rows), width, width)
+    are_chains = all(tree.is_chain for tree in rows)
     for row, tree in enumerate(rows):
         used = 1 + len(tree)
         assert batch.token_ids[row] == [roots[row], *tree.token_ids, *[99] * (width - used)]
@@ -119,6 +120,8 @@ def test_packing(rows, spare):
                 assert line == {0, *(1 + node for node in tree.path_to(slot - 1))}, (
                     "a node sees its own path, never padding"
                 )
+            elif not are_chains:
+                assert line == {0, slot}, "padding hangs on the root"
             assert batch.depths[row][slot] == len(line) - 1
 
 

@@ -16,7 +16,7 @@ from ..host import to_host
 from ..logits_processor import CONDITIONING_STRENGTH, SpecStateLogitsProcessor
 from ..model_support import probe
 from ..token_tree import TokenTree, TreeBatch
-from ..validation import check_support
+from ..validation import check_encoder_inputs, check_support
 from ..verification import CachedModel
 from .base import DraftContext, Drafter, DraftOutcome, DraftRequest
 
@@ -42,6 +42,7 @@ class AssistantDrafter(Drafter):
     def needs_lockstep(self, context: DraftContext) -> bool:
         if context.assistant_model is None:
             raise ValueError("The `assistant` drafter needs `assistant_model=` (or `assistant_early_exit=`).")
+        check_encoder_inputs(context.assistant_model, context.inputs_tensor)
         support = probe(context.assistant_model)
         check_support(context.assistant_model, support, "assistant_model")
         return support.rows == "lockstep"
@@ -55,7 +56,9 @@ class AssistantDrafter(Drafter):
         self._is_prefilled = False
         self._cached: CachedModel
         self._conditioner = SpecStateLogitsProcessor(strength=self.conditioning)
-        self._processors = LogitsProcessorList([*context.logits_processor, self._conditioner])
+        self._processors = LogitsProcessorList(context.logits_processor)
+        if self.conditioning:  # at strength 0 it would keep every score instead
+            self._processors.append(self._conditioner)
         self._generator = _private_generator(context.input_ids.device)
         self._threshold = context.config.confidence_threshold
         self._draws = context.config.acceptance == "rejection" and bool(context.generation_config.do_sample)
@@ -254,8 +257,8 @@ def answer_tail(outcome: DraftOutcome) -> list[int]:
 
 def _private_generator(device: torch.device) -> torch.Generator:
     """
-    Random numbers that leave the global random state alone, but are seeded by it: with a fixed seed every call would draw
-    the same drafts, and speculative sampling gives the target's law only if the drafts are random too.
+    Random numbers that leave the global random state alone, but are seeded by it: with a fixed seed every call would
+    draw the same drafts, and speculative sampling gives the target's law only if the drafts are random too.
     """
     module = torch if device.type == "cpu" else torch.get_device_module(device)
     state = module.get_rng_state(*([] if device.type in ("cpu", "mps") else [device]))
@@ -287,7 +290,6 @@ def _assistant_inputs(context: DraftContext, assistant: PreTrainedModel) -> dict
         kwargs["attention_mask"] = mask
     if target.config.is_encoder_decoder:  # a decoder-only assistant that reads the target's encoder (DistilWhisper)
         kwargs["encoder_outputs"] = context.model_kwargs["encoder_outputs"]
-    elif context.input_ids.shape[1] > 0:
-        if "position_ids" in inspect.signature(assistant.forward).parameters:
-            kwargs["position_ids"] = assistant._prepare_position_ids_for_generation(context.input_ids, kwargs)
+    elif context.input_ids.shape[1] > 0 and "position_ids" in inspect.signature(assistant.forward).parameters:
+        kwargs["position_ids"] = assistant._prepare_position_ids_for_generation(context.input_ids, kwargs)
     return kwargs

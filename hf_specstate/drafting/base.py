@@ -72,7 +72,7 @@ class DraftOutcome:
         row (`int`): The row.
         tree ([`TokenTree`]): What was verified.
         accepted (`list[int]`): The accepted nodes, from the root down.
-        token_ids (`list[int]`): The tokens committed in this round: the accepted ones and the one that the target added.
+        token_ids (`list[int]`): The tokens committed in this round: the accepted ones and the one the target added.
         answers (`list[int]` of length `1 + nodes`):
             The target's raw choice (argmax of its unprocessed logits) after the root and after every node.
     """

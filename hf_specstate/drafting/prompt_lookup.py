@@ -16,8 +16,8 @@ class PromptLookupDrafter(Drafter):
     """
     Continues the text as it went on the last time that its last tokens occurred (prompt lookup decoding,
     https://github.com/apoorvumang/prompt-lookup-decoding). Takes the longest n-gram that matches anywhere; among its
-    places, one that leaves room for the whole draft before the end of the text, the newest of those. (The newest place of
-    all is the wrong choice: inside a loop it leaves one token.) In a tree, several places are merged.
+    places, one that leaves room for the whole draft before the end of the text, the newest of those. (The newest place
+    of all is the wrong choice: inside a loop it leaves one token.) In a tree, several places are merged.
 
     Args:
         max_matching_ngram_size (`int`, *optional*):

@@ -69,7 +69,7 @@ def _default_generator(context: DraftContext, row: int) -> CandidateGenerator:
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(config, name, getattr(assistant.generation_config, name))
     tokens = torch.tensor([context.sequences.tokens[row]], device=context.input_ids.device)
-    return AssistedCandidateGeneratorDifferentTokenizers(
+    generator = AssistedCandidateGeneratorDifferentTokenizers(
         input_ids=tokens,
         assistant_model=assistant,
         target_tokenizer=context.tokenizer,
@@ -79,3 +79,6 @@ def _default_generator(context: DraftContext, row: int) -> CandidateGenerator:
         inputs_tensor=tokens,
         logits_processor=LogitsProcessorList(),
     )
+    # it would take the assistant's own, or transformers' default of 0.4; 0 drafts on regardless
+    generator.generation_config.assistant_confidence_threshold = context.config.confidence_threshold or 0.0
+    return generator
