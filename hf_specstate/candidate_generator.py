@@ -71,12 +71,23 @@ class SpecStateCandidateGenerator(CandidateGenerator):
             open_requests = [request for request in requests if self._merges or not len(trees[request.row])]
             if not open_requests:
                 break
-            proposals = self._guarded(drafter, lambda drafter=drafter, asked=open_requests: drafter.propose_rows(asked))
+            proposals = self._guarded(drafter, lambda drafter=drafter, asked=open_requests: self._ask(drafter, asked))
             for request, proposal in zip(open_requests, proposals or (), strict=False):
-                proposal = proposal.cut(request.max_nodes, request.max_depth)
                 known = trees[request.row]
                 trees[request.row] = known.merge(proposal, request.max_nodes) if len(known) else proposal
         return [trees.get(row, TokenTree()) for row in range(sequences.batch_size)]
+
+    def _ask(self, drafter: Drafter, requests: Sequence[DraftRequest]) -> list[TokenTree]:
+        """A drafter's proposals, made sure that they are trees of this vocabulary within their limits."""
+        proposals = drafter.propose_rows(requests)
+        if len(proposals) != len(requests):
+            raise ValueError(f"{len(proposals)} proposals for {len(requests)} rows")
+        for proposal in proposals:
+            proposal.check(self.context.vocab_size)
+        return [
+            proposal.cut(request.max_nodes, request.max_depth)
+            for request, proposal in zip(requests, proposals, strict=True)
+        ]
 
     def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
         """Tells schedule and drafters what became of a round's drafts."""

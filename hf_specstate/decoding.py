@@ -95,6 +95,7 @@ class SpeculativeDecoding:
             with model._optimize_model_for_decode():
                 while model._has_unfinished_sequences(all(self.finished), self.synced_gpus, device=input_ids.device):
                     self.round()
+                self.complete_cache()
         finally:
             # an interrupted batch goes back to the row that got least far, which is what a streamer has delivered
             running = [rows for rows, done in zip(self.target.rows.lengths, self.finished, strict=True) if not done]
@@ -137,8 +138,8 @@ class SpeculativeDecoding:
             width = next((rounded for rounded in STATIC_WIDTHS if rounded >= width), width)
             width = max(rounded for rounded in (1, *STATIC_WIDTHS, width) if rounded <= max(room, 1))
             trees[:] = [tree.cut(width - 1, width) for tree in trees]
-        roots = [tokens[-1] for tokens in self.sequences.tokens]
-        return TreeBatch.pack(roots, trees, self.sequences.pad_token_id, width)
+        roots = [None if self.is_idle(row) else tokens[-1] for row, tokens in enumerate(self.sequences.tokens)]
+        return TreeBatch.pack(roots, trees, self.sequences.pad_token_id, width, self.together)
 
     # ------------------------------------------------------------------ walk
 
@@ -187,11 +188,13 @@ class SpeculativeDecoding:
         """Moves the rows to the nodes of the tokens that they were just given; the rows whose walk goes on."""
         unfinished = self.decoding_rows()
         going = [row for row in walking if row in unfinished]
+        if self.together and len(going) < len(walking):
+            return []  # a row has ended: its last token, then padding, must be what the next forward feeds it
         nodes = {row: trees[row].child(self.slots[row] - 1, self.sequences.tokens[row][-1]) for row in going}
         drafted = {row: node for row, node in nodes.items() if node is not None}
         if self.together and len(drafted) < len(unfinished):
             return []
-        for row, slot in enumerate(self.slots):  # a row that only keeps pace takes the next slot, whatever it holds
+        for row, slot in enumerate(self.slots):  # a row that has ended takes the next slot, which holds padding
             self.slots[row] = drafted[row] + 1 if row in drafted else min(slot + 1, self.logits.shape[1] - 1)
         return list(drafted)
 
@@ -203,14 +206,41 @@ class SpeculativeDecoding:
             return list(range(len(self.finished)))
         return [row for row, done in enumerate(self.finished) if not done]
 
+    def is_idle(self, row: int) -> bool:
+        """Whether a row has ended and its cache holds all its tokens: it only runs along."""
+        return self.finished[row] and not self.target.missing_tokens(row, self.sequences.num_new(row))
+
+    def overtaken_rows(self) -> list[int]:
+        """
+        Rows that have ended before another one's last token. Plain decoding feeds them their own last token while the
+        others go on, so their cache must hold it.
+        """
+        counts = [self.sequences.num_new(row) for row in range(len(self.finished))]
+        rows = [row for row, done in enumerate(self.finished) if done and counts[row] < max(counts)]
+        return [row for row in rows if not self.is_idle(row)]
+
     # ------------------------------------------------------------------ keep, learn
 
     def keep(self, outputs: ModelOutput) -> None:
         """Keeps the cache slots of the committed paths: one for each token committed in this round."""
         paths = [path[: self.sequences.num_new(row) - self.starts[row]] for row, path in enumerate(self.paths)]
+        for row in self.overtaken_rows():
+            paths[row] = paths[row] or [0]
         selected = [path[:count] for path, count in zip(paths, self.selected, strict=True)]  # without the padding
         self.collector.keep(outputs, selected, self.target.rows)
         self.target.rows.keep(paths)
+
+    def complete_cache(self) -> None:
+        """
+        One more forward, if the cache goes to the user and lacks the last token of a row that was overtaken in the very
+        last round. (Not under `synced_gpus`, where the other ranks would have to take part.)
+        """
+        cache = self.target.rows.cache
+        is_kept = self.generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
+        if is_kept and not self.synced_gpus and self.overtaken_rows():
+            no_drafts = [TokenTree() for _ in self.finished]
+            self.target.forward(self.plan(no_drafts))
+            self.target.rows.keep([[0] if row in self.overtaken_rows() else [] for row in range(len(no_drafts))])
 
     def learn(self, trees: list[TokenTree]) -> None:
         """Tells drafters and schedule how it went, and records the round."""

@@ -1,5 +1,6 @@
 """What a model can do for speculation, found out by trying it on a small random copy of its architecture."""
 
+import copy
 import inspect
 import logging
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 TINY_SIZES = {
     # sizes under the names that transformers' configs use; large enough to keep every mechanism of the architecture
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embedding_size", "word_embed_proj_dim"), 32),
+    **dict.fromkeys(("embed_dim", "out_hidden_size", "projection_dim", "mm_hidden_size"), 32),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
     **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim"), 64),
@@ -36,7 +38,7 @@ TINY_SIZES = {
     **dict.fromkeys(("head_dim", "d_kv", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
     **dict.fromkeys(("global_head_dim", "query_pre_attn_scalar", "sliding_window", "attention_chunk_size"), 8),
     **dict.fromkeys(("encoder_layers", "decoder_layers", "n_layer", "n_layers", "num_layers"), 2),
-    **dict.fromkeys(("num_hidden_layers", "num_decoder_layers", "n_group", "topk_group"), 2),
+    **dict.fromkeys(("num_hidden_layers", "num_decoder_layers", "depth", "n_group", "topk_group"), 2),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions"), 128),
     "original_max_position_embeddings": 128,
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 97),
@@ -49,7 +51,8 @@ TINY_SIZES = {
     "num_kv_shared_layers": 0,
 }
 SPECIAL_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 1}
-DROPPED_FIELDS = ("quantization_config", "transformers_version", "architectures", "vision_config", "audio_config")
+DROPPED_FIELDS = ("quantization_config", "transformers_version", "architectures")
+LARGEST_COPY = 5e7  # parameters; a copy that has more did not shrink
 
 EXACT = 1e-3  # largest difference of logits, as a fraction of their spread, that rounding explains in fp32
 PROMPT, CHUNK = 12, 4  # tokens; the prompt is longer than the tiny sliding window
@@ -123,17 +126,21 @@ def _probe(model: PreTrainedModel, attention: str | None, static: bool) -> Model
         logger.debug("cannot shrink %s: %s", type(model).__name__, error)
         trial = model
     support = ModelSupport(reason="rejected tokens cannot be taken out of its state")
-    for rows in ("lockstep",) if static else ("lockstep", "aligned", "holes"):
+    layouts = ("lockstep",) if static else ("lockstep", "aligned", "holes")
+    errors: list[str] = []
+    for rows in layouts:
         candidate = ModelSupport(rows=rows, reason="" if takes_tree else f"{attention} attention takes no tree mask")
-        if _works(trial, candidate, static):
+        if _works(trial, candidate, static, errors):
             support = candidate
+    if len(errors) == len(layouts):
+        return replace(support, reason=f"it could not be tried out: {errors[0]}")
     if support.rows == "lockstep" and not static:
         return replace(support, reason="rows that accept different numbers of tokens change each other")
     if support.rows == "none" or not takes_tree:
         return support
     for mask in _mask_kinds(trial.config):
         candidate = replace(support, tree=True, mask=mask)
-        if _works(trial, candidate, static):
+        if _works(trial, candidate, static, errors):
             return candidate
     return replace(support, reason="its attention cannot be given a tree mask")
 
@@ -145,20 +152,24 @@ def _mask_kinds(config: PreTrainedConfig) -> list[str]:
     return ["sliding", "full"] if getattr(config.get_text_config(decoder=True), "sliding_window", None) else ["full"]
 
 
-def _works(model: PreTrainedModel, support: ModelSupport, static: bool) -> bool:
+def _works(model: PreTrainedModel, support: ModelSupport, static: bool, errors: list[str]) -> bool:
+    """Whether the rung gives the usual logits. What the model raises goes to `errors` and means no."""
     try:
         return _compare(model, support, static)
     except Exception as error:
         logger.debug("%s on %s: %s: %s", support.rung, type(model).__name__, type(error).__name__, error)
+        errors.append(f"{type(error).__name__}: {error}")
         return False
 
 
 def _tiny_copy(model: PreTrainedModel, sizes: dict[str, Any], attention: str | None) -> PreTrainedModel:
     config = type(model.config).from_dict(_shrink(model.config.to_dict(), sizes))
     base = getattr(type(model), "_hf_specstate_base", type(model))
-    tiny = base._from_config(config, attn_implementation=attention, dtype=torch.float32).eval()
-    if sum(parameter.numel() for parameter in tiny.parameters()) > 5e7:
+    with torch.device("meta"):  # counts before it allocates
+        outline = base._from_config(copy.deepcopy(config), attn_implementation=attention)
+    if sum(parameter.numel() for parameter in outline.parameters()) > LARGEST_COPY:
         raise ValueError("the config did not shrink")
+    tiny = base._from_config(config, attn_implementation=attention, dtype=torch.float32).eval()
     for parameter in tiny.parameters():  # weights that start as 0 or 1 would hide mistakes
         if parameter.ndim == 1:
             parameter.add_(0.05 * torch.randn(parameter.shape))
@@ -196,6 +207,8 @@ def _shrink_rope(rope: dict[str, Any]) -> dict[str, Any]:
     tiny = {name: _shrink_rope(value) if isinstance(value, dict) else value for name, value in rope.items()}
     pairs = int(TINY_SIZES["head_dim"] * rope.get("partial_rotary_factor", 1.0)) // 2
     tiny |= {name: value[:pairs] for name, value in tiny.items() if isinstance(value, list)}
+    if "mrope_section" in tiny:  # pairs for time, height and width
+        tiny["mrope_section"] = [pairs - 2 * (pairs // 4), pairs // 4, pairs // 4]
     if "original_max_position_embeddings" in tiny:
         tiny["original_max_position_embeddings"] = TINY_SIZES["max_position_embeddings"]
     return tiny
@@ -233,14 +246,10 @@ class _Trial:
     def _encoder_inputs(self, rows: slice) -> dict[str, Any]:
         if not self.is_encoder_decoder:
             return {}
-        if not hasattr(self, "_encoded"):
-            encoder = self.model.get_encoder()
-            if self.model.main_input_name == "input_features":
-                frames = 2 * self.model.config.max_source_positions
-                features = torch.randn((2, self.model.config.num_mel_bins, frames), generator=self.generator)
-                self._encoded = encoder(features.to(self.device, self.model.dtype))[0]
-            else:
-                self._encoded = encoder(input_ids=self.tokens(2, 7))[0]
+        if not hasattr(self, "_encoded"):  # whatever an encoder reads, the decoder sees states of its size
+            size = self.model.get_encoder().config.hidden_size
+            encoded = torch.randn((2, 7, size), generator=self.generator)
+            self._encoded = encoded.to(self.device, self.model.dtype)
         return {"encoder_outputs": BaseModelOutput(last_hidden_state=self._encoded[rows])}
 
     def fresh(self, row: int, tokens: list[int] | torch.Tensor) -> torch.Tensor:

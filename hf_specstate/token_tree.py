@@ -56,6 +56,19 @@ class TokenTree:
         self.sources.append(source)
         return len(self.token_ids) - 1
 
+    def check(self, vocab_size: int) -> None:
+        """
+        Raises:
+            ValueError: this is not a tree of tokens below `vocab_size`, by whatever hand it was made.
+        """
+        if not len(self.token_ids) == len(self.parents) == len(self.log_probs) == len(self.sources):
+            raise ValueError("a tree's lists must be equally long")
+        for node, (token, parent) in enumerate(zip(self.token_ids, self.parents, strict=True)):
+            if not isinstance(token, int) or not 0 <= token < vocab_size:
+                raise ValueError(f"node {node} is no token of a vocabulary of {vocab_size}: {token!r}")
+            if not isinstance(parent, int) or not -1 <= parent < node:
+                raise ValueError(f"the parent of node {node} must come before it, got {parent!r}")
+
     def __len__(self) -> int:
         return len(self.token_ids)
 
@@ -117,12 +130,15 @@ class TokenTree:
         return merged
 
 
+IDLE_DEPTH = -1  # where the row's last cached token stands: a place that its model surely knows
+
+
 @dataclass
 class TreeBatch:
     """
     The rows' trees behind their root tokens, padded to one width: the input of one forward. Slot 0 of a row is its
-    root, slot `1 + i` its node `i`. Padding continues a chain (the last nodes of a row that is a chain) and hangs on
-    the root otherwise; nothing follows it and nobody looks it up.
+    root, slot `1 + i` its node `i`. Padding continues a row that is a chain, and hangs on the root of another; no node
+    follows it and nobody looks it up.
 
     Args:
         token_ids (`list[list[int]]` of shape `(batch_size, width)`): Tokens of the slots.
@@ -135,19 +151,37 @@ class TreeBatch:
     depths: list[list[int]]
 
     @classmethod
-    def pack(cls, roots: Sequence[int], trees: Sequence[TokenTree], pad_token_id: int, width: int) -> "TreeBatch":
+    def pack(
+        cls,
+        roots: Sequence[int | None],
+        trees: Sequence[TokenTree],
+        pad_token_id: int,
+        width: int,
+        together: bool = False,
+    ) -> "TreeBatch":
+        """
+        Args:
+            roots (`list[int | None]`): The last committed token of each row, None for a row that only runs along.
+            trees (`list[TokenTree]`): What was drafted after it.
+            pad_token_id (`int`): Fills the rows.
+            width (`int`): Slots a row; at least one more than the largest tree has nodes.
+            together (`bool`, *optional*, defaults to `False`):
+                Rows are equally long, so padding may reach as deep as any draft. Otherwise it stays within its own
+                row's draft: further on, a row may have come to the last position that its model knows.
+        """
         batch = cls([], [], [])
-        chains = all(tree.is_chain for tree in trees)
-        for root, tree in zip(roots, trees, strict=True):
+        deepest = [max(tree.depths, default=0) for tree in trees]
+        for root, tree, own_depth in zip(roots, trees, deepest, strict=True):
+            limit = max(deepest) if together else own_depth
             padding = width - 1 - len(tree)
             parents = [-1] + [parent + 1 for parent in tree.parents]
-            parents += list(range(len(parents) - 1, width - 1)) if chains else [0] * padding
+            parents += list(range(len(parents) - 1, width - 1)) if tree.is_chain else [0] * padding
             depths = [0]
             for parent in parents[1:]:
-                depths.append(depths[parent] + 1)
-            batch.token_ids.append([root, *tree.token_ids, *[pad_token_id] * padding])
+                depths.append(min(depths[parent] + 1, limit))
+            batch.token_ids.append([pad_token_id if root is None else root, *tree.token_ids, *[pad_token_id] * padding])
             batch.parents.append(parents)
-            batch.depths.append(depths)
+            batch.depths.append([IDLE_DEPTH] * width if root is None else depths)
         return batch
 
     @property

@@ -79,6 +79,10 @@ class CachedModel:
             self._call = model.get_compiled_call(self.generation_config.compile_config)
         return outputs
 
+    def missing_tokens(self, row: int, num_new: int) -> int:
+        """How many of the row's `num_new` tokens after the prompt the cache lacks."""
+        return self._prefilled + num_new - self.rows.lengths[row]
+
     def forward(self, batch: TreeBatch, context: torch.Tensor | None = None) -> ModelOutput:
         """
         Runs the model over `batch`, whose slots stay pending in the cache until [`RowCache.keep`] judges them.
@@ -95,7 +99,7 @@ class CachedModel:
         device = self.rows.index.device
         token_ids = torch.tensor(batch.token_ids, device=device)  # [batch, width]
         depths = torch.tensor(batch.depths, device=device)  # [batch, width]
-        if context is None and not batch.is_chain:
+        if context is None and (not batch.is_chain or self._leaves_sdpa and self.support.tree):
             context = batch.ancestors()
         kwargs = {**self.kwargs, CACHE_NAME: self.rows.cache, self._mask_name: None}
         if context is None and not self.rows.is_dense:
@@ -152,9 +156,16 @@ class CachedModel:
         full = self._as_attention_expects(seen)
         return {name: near if name == "sliding_attention" else full for name in layer_types}
 
+    @property
+    def _leaves_sdpa(self) -> bool:
+        """
+        Models that must return attentions may fall back to eager code, which reads additive masks only, and which some
+        (Falcon) then hand the empty mask that stands for "causal" under sdpa.
+        """
+        return bool(self.kwargs.get("output_attentions"))
+
     def _as_attention_expects(self, mask: torch.Tensor) -> torch.Tensor:
-        # a model that must return its attentions leaves sdpa for its eager code
-        if self.model.config._attn_implementation == "sdpa" and not self.kwargs.get("output_attentions"):
+        if self.model.config._attn_implementation == "sdpa" and not self._leaves_sdpa:
             return mask
         dtype = self.model.dtype
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)

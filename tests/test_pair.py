@@ -188,7 +188,7 @@ def test_unconditioned_drafts_are_what_the_assistant_would_write(family, lockste
     input_ids[1, :3], mask[1, :3] = 0, 0
     config = SpecStateConfig(
         drafters=[AssistantDrafter(conditioning=0.0)],
-        max_nodes=4,
+        max_nodes=4 * tree_width,
         tree_width=tree_width,
         lockstep=lockstep,
         strict=True,

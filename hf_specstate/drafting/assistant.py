@@ -15,7 +15,7 @@ from ..compat import CACHE_NAME
 from ..host import to_host
 from ..logits_processor import CONDITIONING_STRENGTH, SpecStateLogitsProcessor
 from ..model_support import probe
-from ..token_tree import TokenTree, TreeBatch
+from ..token_tree import IDLE_DEPTH, TokenTree, TreeBatch
 from ..validation import check_encoder_inputs, check_support
 from ..verification import CachedModel
 from .base import DraftContext, Drafter, DraftOutcome, DraftRequest
@@ -106,7 +106,7 @@ class AssistantDrafter(Drafter):
         if width == 0:
             return logits
         trees = [TokenTree.from_paths([tokens[1:]], self.name) for tokens in missing]
-        roots = [tokens[0] if tokens else sequences.pad_token_id for tokens in missing]
+        roots = [tokens[0] if tokens else None for tokens in missing]
         batch = self._embeddable(TreeBatch.pack(roots, trees, sequences.pad_token_id, width))
         logits = self._cached.forward(batch).logits
         self._cached.rows.keep([list(range(len(tokens))) for tokens in missing])
@@ -152,7 +152,7 @@ class AssistantDrafter(Drafter):
     def _run(self, growing: dict[int, "_Growth"]) -> torch.Tensor:
         """One step: the chosen node of every row, `(batch_size, vocab_size)`; rows that are done run along unused."""
         batch_size, pending = self._sequences.batch_size, self._cached.rows.pending
-        tokens, depths = [[self._sequences.pad_token_id]] * batch_size, [[pending]] * batch_size
+        tokens, depths = [[self._sequences.pad_token_id]] * batch_size, [[IDLE_DEPTH]] * batch_size
         context = torch.ones((batch_size, 1, pending + 1), dtype=torch.bool)
         for row, growth in growing.items():
             tree, node = self._trees[row], growth.node

@@ -1,6 +1,7 @@
 """A view of a model that leaves after its first layers, without touching the model."""
 
 import copy
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -20,32 +21,38 @@ def early_exit_view(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     total = text_config.num_hidden_layers
     if not 0 < num_layers < total:
         raise ValueError(f"`assistant_early_exit` must lie between 1 and {total - 1} for this model, got {num_layers}.")
+    decoder = model.get_decoder()
+    lists = [name for name, child in decoder.named_children() if isinstance(child, nn.ModuleList)]
+    lists = [name for name in lists if len(getattr(decoder, name)) == total]
+    if not lists:
+        raise ValueError(f"`assistant_early_exit`: no list of {total} decoder layers found in {type(model).__name__}.")
     text_config.num_hidden_layers = num_layers
     for name in ("layer_types", "mlp_layer_types"):
         if getattr(text_config, name, None):
             setattr(text_config, name, getattr(text_config, name)[:num_layers])
-    view, found = _view(model, config, total, num_layers)
-    if not found:
-        raise ValueError(f"`assistant_early_exit`: no list of {total} decoder layers found in {type(model).__name__}.")
+    configs = {id(model.config): config, id(model.config.get_text_config(decoder=True)): text_config}
+    shortened = _shallow_copy(decoder, configs)
+    for name in lists:
+        shortened._modules[name] = nn.ModuleList(list(getattr(decoder, name))[:num_layers])
+    return _with_part(model, decoder, shortened, configs)
+
+
+def _with_part(module: nn.Module, part: nn.Module, replacement: nn.Module, configs: dict[int, Any]) -> Any:
+    """`module` with one module inside it replaced; copies the modules on the way down and shares everything else."""
+    if module is part:
+        return replacement
+    view = _shallow_copy(module, configs)
+    for name, child in module._modules.items():
+        if child is not None and any(inner is part for inner in child.modules()):
+            view._modules[name] = _with_part(child, part, replacement, configs)
     return view
 
 
-def _view(module: nn.Module, config, total: int, num_layers: int) -> tuple[nn.Module, bool]:
-    """A shallow copy of the modules on the way down to the layer list; everything else is shared."""
+def _shallow_copy(module: nn.Module, configs: dict[int, Any]) -> nn.Module:
     view = copy.copy(module)
     view._modules = dict(module._modules)
     # accelerate's hooks replace `forward` on the instance, bound to the original; those of the submodules stay in place
     view.__dict__.pop("forward", None)
-    if getattr(view, "config", None) is not None:
-        view.config = config if view.config is not None and hasattr(config, "get_text_config") else view.config
-    for name, child in module._modules.items():
-        if isinstance(child, nn.ModuleList) and len(child) == total:
-            view._modules[name] = nn.ModuleList(list(child)[:num_layers])
-            return view, True
-        if isinstance(child, nn.Module) and any(
-            isinstance(inner, nn.ModuleList) and len(inner) == total for inner in child.modules()
-        ):
-            view._modules[name], found = _view(child, config, total, num_layers)
-            if found:
-                return view, True
-    return view, False
+    if "config" in view.__dict__:
+        view.__dict__["config"] = configs.get(id(view.config), view.config)
+    return view

@@ -1,0 +1,186 @@
+"""Corners in which speculation once gave another text, or fell over."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import transformers
+from families import noisy_copy, prompt, tiny
+from transformers import DynamicCache, LlavaConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+import hf_specstate
+from hf_specstate import Drafter, TokenTree
+from hf_specstate.compat import CACHE_NAME
+
+STRICT = {"strict": True}
+
+
+def a_batch() -> dict:
+    rows = torch.cat([prompt(12), prompt(12, seed=9), prompt(4, seed=2).repeat(1, 3)])
+    return {"input_ids": rows, "attention_mask": torch.ones_like(rows)}
+
+
+@pytest.mark.parametrize(("family", "limit"), [("gpt2", "n_positions"), ("opt", "max_position_embeddings")])
+@pytest.mark.parametrize("width", [1, 2])
+def test_ragged_rows_stay_within_learned_positions(family, limit, width):
+    """A row at its last position runs along while another still drafts; its fillers must not look past the table."""
+    plain, model = tiny(family, **{limit: 48}), hf_specstate.enable(tiny(family, **{limit: 48}))
+    options = {"max_length": 48, "do_sample": False}
+    expected = plain.generate(**a_batch(), **options)
+    for assistant in (None, noisy_copy(plain)):
+        config = STRICT | {"max_nodes": 12, "tree_width": width}
+        out = model.generate(**a_batch(), **options, assistant_model=assistant, spec_config=config)
+        assert out.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+@pytest.mark.parametrize("family", ["llama", "bloom", "gemma3"])
+def test_a_row_that_ended_leaves_its_last_token_in_the_cache(family, lockstep):
+    """Plain decoding feeds the EOS of a row while other rows go on; a second turn sees it."""
+    plain, model = tiny(family), hf_specstate.enable(tiny(family))
+    batch = a_batch()
+    eos = int(plain.generate(**batch, max_new_tokens=12, do_sample=False)[0, 12 + 4])
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": eos, "return_dict_in_generate": True}
+    first = plain.generate(**batch, **options)
+    ours = model.generate(
+        **batch, **options, assistant_model=noisy_copy(plain), spec_config=STRICT | {"lockstep": lockstep}
+    )
+    assert ours.sequences.tolist() == first.sequences.tolist()
+    assert (first.sequences[0] == 0).any()  # row 0 did end before the others
+
+    ids = torch.cat([first.sequences, prompt(4, seed=5).expand(3, -1)], dim=1)
+    mask = torch.cat([(first.sequences != 0).long(), torch.ones(3, 4, dtype=torch.long)], dim=1)
+    second = [
+        model_.generate(ids, attention_mask=mask, **{CACHE_NAME: result[CACHE_NAME]}, max_new_tokens=8, do_sample=False)
+        for model_, result in ((plain, first), (plain, ours))
+    ]
+    assert second[0].tolist() == second[1].tolist()
+
+
+@pytest.mark.parametrize("family", ["mistral_sliding", "gemma3"])
+def test_sliding_windows_over_a_cache_made_without_a_config(family):
+    plain, model = tiny(family), hf_specstate.enable(tiny(family))
+    options = {"max_new_tokens": 20, "do_sample": False}
+    expected = plain.generate(prompt(20), **options, **{CACHE_NAME: DynamicCache()})
+    config = STRICT | {"tree_width": 2}
+    out = model.generate(
+        prompt(20), **options, **{CACHE_NAME: DynamicCache()}, assistant_model=noisy_copy(plain), spec_config=config
+    )
+    assert out.tolist() == expected.tolist()
+
+
+class StopOnScores(StoppingCriteria):
+    """Reads the scores as plain decoding hands them over: a tuple of `(batch_size, vocab_size)`."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        assert isinstance(scores, tuple)
+        high = torch.stack(scores)[-1].max(dim=-1).values > 2.0
+        return high & (len(scores) > 7)
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_criteria_get_the_scores_as_a_tuple(batch):
+    plain, model = tiny("llama"), hf_specstate.enable(tiny("llama"))
+    inputs = a_batch() if batch else {"input_ids": prompt(12)}
+    options = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True, "output_scores": True}
+    options["stopping_criteria"] = StoppingCriteriaList([StopOnScores()])
+    expected = plain.generate(**inputs, **options)
+    out = model.generate(**inputs, **options, assistant_model=noisy_copy(plain), spec_config=STRICT)
+    assert out.sequences.tolist() == expected.sequences.tolist()
+    assert 8 <= len(out.scores) < 24
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon"])
+@pytest.mark.parametrize("width", [1, 2])
+def test_attentions_asked_of_sdpa(family, width):
+    plain, model = tiny(family), hf_specstate.enable(tiny(family))
+    options = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True, "output_attentions": True}
+    expected = plain.generate(prompt(12), **options)
+    config = STRICT | {"tree_width": width}
+    out = model.generate(prompt(12), **options, assistant_model=noisy_copy(plain), spec_config=config)
+    assert out.sequences.tolist() == expected.sequences.tolist()
+    assert len(out.attentions) == len(expected.attentions)
+
+
+@dataclass
+class Malformed(Drafter):
+    name = "malformed"
+    tree: object = None
+
+    def propose(self, request):
+        return self.tree
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        None,
+        "abc",
+        TokenTree([-1], [-1], [0.0], ["x"]),
+        TokenTree([10_000], [-1], [0.0], ["x"]),
+        TokenTree([1.5], [-1], [0.0], ["x"]),
+        TokenTree([5, 6], [1, 0], [0.0, 0.0], ["x", "x"]),
+        TokenTree([5, 6], [-1, 0], [0.0], ["x", "x"]),
+    ],
+)
+def test_a_malformed_tree_drops_the_drafter_and_not_the_text(tree, caplog):
+    plain, model = tiny("llama"), hf_specstate.enable(tiny("llama"))
+    options = {"max_new_tokens": 12, "do_sample": False}
+    with caplog.at_level("WARNING"):
+        out = model.generate(prompt(12), **options, spec_config={"drafters": [Malformed(tree)]})
+    assert out.tolist() == plain.generate(prompt(12), **options).tolist()
+    assert sum("malformed" in record.getMessage() for record in caplog.records) == 1
+    with pytest.raises((ValueError, AttributeError, TypeError)):
+        model.generate(prompt(12), **options, spec_config=STRICT | {"drafters": [Malformed(tree)]})
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_frequencies_that_change_with_length_are_refused_where_they_change(kind):
+    rope = {"rope_type": kind, "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 24}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    arguments = {"max_position_embeddings": 24, "rope_parameters": rope}
+    plain, model = tiny("llama", **arguments), hf_specstate.enable(tiny("llama", **arguments))
+    with pytest.raises(ValueError, match="rotary frequencies"):
+        model.generate(prompt(12), max_new_tokens=20, do_sample=False, assistant_model=noisy_copy(plain))
+    options = {"max_new_tokens": 12, "do_sample": False}
+    out = model.generate(prompt(12), **options, assistant_model=noisy_copy(plain), spec_config=STRICT)
+    assert out.tolist() == plain.generate(prompt(12), **options).tolist()
+
+
+@pytest.mark.parametrize("given", ["inputs_embeds", "encoder_outputs"])
+def test_an_assistant_with_an_encoder_needs_something_to_read(given):
+    plain, model = tiny("t5"), hf_specstate.enable(tiny("t5"))
+    read = model.get_input_embeddings() if given == "inputs_embeds" else model.get_encoder()
+    inputs = {given: read(prompt(7))}
+    with pytest.raises(ValueError, match="encoder of its own"):
+        model.generate(**inputs, max_new_tokens=8, assistant_model=tiny("t5"))
+    expected = plain.generate(**inputs, max_new_tokens=8, do_sample=False)
+    out = model.generate(**inputs, max_new_tokens=8, do_sample=False, prompt_lookup_num_tokens=3, spec_config=STRICT)
+    assert out.tolist() == expected.tolist()
+
+
+def test_a_vision_language_model_is_probed_without_building_its_tower():
+    with torch.device("meta"):
+        model = transformers.LlavaForConditionalGeneration._from_config(LlavaConfig())
+    assert hf_specstate.probe(model).rung == "tree"
+
+
+class RemembersIds(transformers.LogitsProcessor):
+    """Keeps the very tensors it was given and checks that nobody writes into them afterwards."""
+
+    def __init__(self):
+        self.seen: list[tuple[torch.Tensor, list]] = []
+
+    def __call__(self, input_ids, scores):
+        self.seen.append((input_ids, input_ids.tolist()))
+        return scores
+
+
+def test_a_processor_may_keep_the_ids_that_it_saw():
+    plain, model = tiny("llama"), hf_specstate.enable(tiny("llama"))
+    keeper = RemembersIds()
+    options = {"max_new_tokens": 24, "do_sample": False, "logits_processor": LogitsProcessorList([keeper])}
+    out = model.generate(prompt(12), **options, assistant_model=noisy_copy(plain), spec_config=STRICT)
+    assert len(keeper.seen) == out.shape[1] - 12
+    assert all(tensor.tolist() == copied == out[:, : 12 + i].tolist() for i, (tensor, copied) in enumerate(keeper.seen))
