@@ -59,7 +59,7 @@ def test_a_drafter_that_learns_from_answers_is_told_what_a_text_tells():
         name, wants_answers, heard = "listener", True, []
 
         def propose(self, request):
-            return TokenTree.from_paths([[request.token_ids[-1] + 1, 0], [7]], self.name, request.max_nodes)
+            return TokenTree.from_paths([[request.token_ids[-1] + 1, 0], [4]], self.name, request.max_nodes)
 
         def observe(self, outcomes):
             self.heard += outcomes

@@ -98,14 +98,14 @@ def test_merge_is_the_union_behind_the_first_tree(first, second, max_nodes):
 
 
 @often
-@given(st.lists(trees(), min_size=1, max_size=4), st.integers(0, 3))
-def test_packing(rows, spare):
+@given(st.lists(trees(), min_size=1, max_size=4), st.integers(0, 3), st.booleans())
+def test_packing(rows, spare, together):
     width = 1 + max(map(len, rows)) + spare
     roots = list(range(10, 10 + len(rows)))
-    batch = TreeBatch.pack(roots, rows, pad_token_id=99, width=width)
+    batch = TreeBatch.pack(roots, rows, pad_token_id=99, width=width, together=together)
     seen = batch.ancestors()
     assert seen.shape == (len(rows), width, width)
-    are_chains = all(tree.is_chain for tree in rows)
+    deepest = [max(tree.depths, default=0) for tree in rows]
     for row, tree in enumerate(rows):
         used = 1 + len(tree)
         assert batch.token_ids[row] == [roots[row], *tree.token_ids, *[99] * (width - used)]
@@ -120,9 +120,12 @@ def test_packing(rows, spare):
                 assert line == {0, *(1 + node for node in tree.path_to(slot - 1))}, (
                     "a node sees its own path, never padding"
                 )
-            elif not are_chains:
-                assert line == {0, slot}, "padding hangs on the root"
-            assert batch.depths[row][slot] == len(line) - 1
+            else:
+                assert line == (set(range(slot + 1)) if tree.is_chain else {0, slot}), (
+                    "padding hangs on a chain or root"
+                )
+                limit = max(deepest) if together else deepest[row]
+                assert batch.depths[row][slot] == min(len(line) - 1, limit), "padding stays within known positions"
 
 
 @often
