@@ -85,7 +85,9 @@ FAMILIES: dict[str, tuple[str, str, dict]] = {
     "mpt": (
         "MptForCausalLM",
         "MptConfig",
-        dict(vocab_size=VOCAB, d_model=32, n_layers=2, n_heads=4, max_seq_len=256, initializer_range=0.3, use_cache=True),
+        dict(
+            vocab_size=VOCAB, d_model=32, n_layers=2, n_heads=4, max_seq_len=256, initializer_range=0.3, use_cache=True
+        ),
     ),
     "t5": ("T5ForConditionalGeneration", "T5Config", T5),
     "bart": ("BartForConditionalGeneration", "BartConfig", BART),

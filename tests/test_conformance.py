@@ -28,7 +28,7 @@ CELLS = [
 
 
 def make_inputs(model, batch: bool, seed: int) -> dict:
-    """Repetitive random prompts, so that looking things up pays; a batch has three lengths, padded as the family does."""
+    """Repetitive random prompts, so that looking things up pays; a batch has three lengths."""
     generator = torch.Generator().manual_seed(seed)
     lengths = (12, 9, 6) if batch else (9,)
     rows = [torch.randint(4, VOCAB, (length // 3,), generator=generator).repeat(3) for length in lengths]
