@@ -134,18 +134,15 @@ def decode(
     check_generation(model, generation_config, model_kwargs)
     check_assistant(model, assistant_model, tokenizer, assistant_tokenizer, synced_gpus)
     check_positions(model, generation_config, input_ids.shape[1])
-    is_static = has_fixed_slots(model_kwargs[CACHE_NAME])
-    support = probe(model, static=is_static)
+    support = probe(model, static=has_fixed_slots(model_kwargs[CACHE_NAME]))
     check_support(model, support, "model")
     if generation_config.assistant_early_exit is not None:
         assistant_model = early_exit_view(model, generation_config.assistant_early_exit)
     alike = assistant_model is None or speak_alike(tokenizer, assistant_tokenizer)
     config = call.with_assistant(assistant_model)
-    mask = model_kwargs.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
-    pad = generation_config._pad_token_tensor
     context = DraftContext(
         model=model,
-        sequences=Sequences(input_ids, mask, 0 if pad is None else int(pad)),
+        sequences=_sequences(model, input_ids, generation_config, model_kwargs),
         config=config,
         generation_config=generation_config,
         logits_processor=LogitsProcessorList(filter(is_stateless, logits_processor)),
@@ -157,16 +154,15 @@ def decode(
         assistant_tokenizer=None if alike else assistant_tokenizer,
     )
     drafters = _make_drafters(context)
-    drafters_need_lockstep = [drafter.needs_lockstep(context) for drafter in drafters]
+    needs_lockstep = [
+        config.lockstep,
+        support.rows == "lockstep",
+        *(drafter.needs_lockstep(context) for drafter in drafters),
+        _needs_lockstep(logits_processor, stopping_criteria),
+    ]
     batch_size = input_ids.shape[0]
-    lockstep = (
-        config.lockstep
-        or support.rows == "lockstep"
-        or any(drafters_need_lockstep)
-        or is_static
-        or _needs_lockstep(logits_processor, stopping_criteria)
-    )
-    schedule = make_schedule(str(config.schedule), config.max_nodes or 0, model, batch_size)
+    assert config.schedule is not None and config.max_nodes is not None  # `with_assistant` has filled them in
+    schedule = make_schedule(config.schedule, config.max_nodes, model, batch_size)
     width = config.tree_width if support.tree else 1
     decoding = SpeculativeDecoding(
         target=CachedModel(model, model_kwargs, generation_config, support),
@@ -177,11 +173,19 @@ def decode(
         generation_config=generation_config,
         streamer=streamer,
         synced_gpus=synced_gpus,
-        together=lockstep or batch_size == 1,
+        together=batch_size == 1 or any(needs_lockstep),
         rejection=config.acceptance == "rejection",
         states=SpecStates(batch_size) if call.return_spec_states else None,
     )
     return decoding.run(input_ids)
+
+
+def _sequences(
+    model: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> Sequences:
+    mask = model_kwargs.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
+    pad = generation_config._pad_token_tensor
+    return Sequences(input_ids, mask, 0 if pad is None else int(pad))
 
 
 def _make_drafters(context: DraftContext) -> list[Drafter]:

@@ -42,7 +42,7 @@ class SpecStateCandidateGenerator(CandidateGenerator):
         self._merges = context.config.acceptance == "match"
         self._previous = DraftOutcome(0, TokenTree(), [], [])  # in the stock loop
         for drafter in drafters:
-            self._guarded(drafter, lambda drafter=drafter: drafter.start(context))
+            self._guarded(drafter, drafter.start, context)
 
     @property
     def wants_answers(self) -> bool:
@@ -71,10 +71,13 @@ class SpecStateCandidateGenerator(CandidateGenerator):
             open_requests = [request for request in requests if self._merges or not len(trees[request.row])]
             if not open_requests:
                 break
-            proposals = self._guarded(drafter, lambda drafter=drafter, asked=open_requests: self._ask(drafter, asked))
+            proposals = self._guarded(drafter, self._ask, drafter, open_requests)
             for request, proposal in zip(open_requests, proposals or (), strict=False):
                 known = trees[request.row]
-                trees[request.row] = known.merge(proposal, request.max_nodes) if len(known) else proposal
+                if len(known):
+                    merged = known.merge(proposal, request.max_nodes)
+                    proposal = merged.cut(request.max_nodes, request.max_depth, request.width)
+                trees[request.row] = proposal
         return [trees.get(row, TokenTree()) for row in range(sequences.batch_size)]
 
     def _ask(self, drafter: Drafter, requests: Sequence[DraftRequest]) -> list[TokenTree]:
@@ -85,7 +88,7 @@ class SpecStateCandidateGenerator(CandidateGenerator):
         for proposal in proposals:
             proposal.check(self.context.vocab_size)
         return [
-            proposal.cut(request.max_nodes, request.max_depth)
+            proposal.cut(request.max_nodes, request.max_depth, request.width)
             for request, proposal in zip(requests, proposals, strict=True)
         ]
 
@@ -93,12 +96,12 @@ class SpecStateCandidateGenerator(CandidateGenerator):
         """Tells schedule and drafters what became of a round's drafts."""
         self.schedule.observe(outcomes)
         for drafter in list(self.drafters):
-            self._guarded(drafter, lambda drafter=drafter: drafter.observe(outcomes))
+            self._guarded(drafter, drafter.observe, outcomes)
 
-    def _guarded(self, drafter: Drafter, call: Callable):
+    def _guarded(self, drafter: Drafter, call: Callable, *args):
         """A drafter that raises is dropped with one warning, as drafts are never needed; `strict` raises."""
         try:
-            return call()
+            return call(*args)
         except Exception as error:
             if self.context.config.strict:
                 raise
@@ -108,7 +111,7 @@ class SpecStateCandidateGenerator(CandidateGenerator):
                 type(error).__name__,
                 error,
             )
-            self.drafters.remove(drafter)
+            self.drafters = [kept for kept in self.drafters if kept is not drafter]  # `==` compares their fields
             return None
 
     # ------------------------------------------------------------------ for the stock loop

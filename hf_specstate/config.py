@@ -12,14 +12,15 @@ SCHEDULES = ("constant", "heuristic", "heuristic_transient")
 class SpecStateConfig:
     """
     How one `generate()` call drafts and verifies. Pass it (or a dict of its fields) as `spec_config=`, or keep a dict
-    in `model.generation_config.spec_config`. None of the fields changes which text comes out.
+    in `model.generation_config.spec_config`. None of the fields changes which text comes
+    out, except that `acceptance="rejection"` keeps the distribution but not the sample of a seed.
 
     Args:
         drafters (`list[str | Drafter]`, *optional*):
             Who proposes, by name (see `hf_specstate.DRAFTERS`) or as an object. Defaults to `["assistant"]` with an
             assistant model (or early exit), `["stock"]` with an assistant of another tokenizer, and
             `["prompt_lookup"]` otherwise. The proposals of several drafters are merged into one tree, the first named
-            first.
+            first; under `"rejection"` the first that has something to propose is used.
         max_nodes (`int`, *optional*, defaults to 8):
             Most tokens drafted for a row in one round: the length of a chain, the size of a tree. The call arguments
             `num_assistant_tokens` and `prompt_lookup_num_tokens` go before it.

@@ -131,7 +131,7 @@ class SpeculativeDecoding:
         return self.candidates.propose(unfinished, None if room is None else room - 1)
 
     def plan(self, trees: list[TokenTree]) -> TreeBatch:
-        """One width for all rows."""
+        """One width for all rows, for which a static cache must have room: there, `trees` are shortened in place."""
         width = 1 + max(len(tree) for tree in trees)
         room = self.target.rows.room
         if room is not None:
@@ -155,8 +155,7 @@ class SpeculativeDecoding:
         self.paths: list[list[int]] = [[] for _ in trees]  # the slots at which it was given a token
         self.selected = [0] * batch_size  # how many of them it selected itself; padding after its end is not counted
         self.starts = [self.sequences.num_new(row) for row in range(batch_size)]
-        self.logits = self.answers(outputs)
-        self.selection.start_round(self.logits, trees)
+        self.selection.start_round(self.answers(outputs), trees)
         walking = self.decoding_rows()
         while walking:
             tokens = self.selection.select(walking, self.slots)
@@ -172,7 +171,7 @@ class SpeculativeDecoding:
             walking = self.step_down(walking, trees)
 
     def commit(self, row: int, token: int) -> None:
-        self.collector.commit(row, self.logits[row, self.slots[row]], self.sequences.length(row))
+        self.collector.commit(row, self.selection.logits[row, self.slots[row]], self.sequences.length(row))
         self.paths[row].append(self.slots[row])
         self.selected[row] += 1
         self.sequences.commit(row, token)
@@ -195,7 +194,7 @@ class SpeculativeDecoding:
         if self.together and len(drafted) < len(unfinished):
             return []
         for row, slot in enumerate(self.slots):  # a row that has ended takes the next slot, which holds padding
-            self.slots[row] = drafted[row] + 1 if row in drafted else min(slot + 1, self.logits.shape[1] - 1)
+            self.slots[row] = drafted[row] + 1 if row in drafted else min(slot + 1, self.selection.logits.shape[1] - 1)
         return list(drafted)
 
     def decoding_rows(self) -> list[int]:
@@ -255,6 +254,7 @@ class SpeculativeDecoding:
             if self.states is not None:
                 self.states.record(row, self.num_rounds, self.starts[row], trees[row], accepted, tokens[-1])
         self.num_rounds += 1
+        self.selection.end_round()
         self.candidates.observe(outcomes)
 
     def result(self) -> ModelOutput | torch.Tensor:

@@ -1,4 +1,4 @@
-"""The one place where the decoding loop waits for the device."""
+"""The one place where the decoding loop reads from the device."""
 
 import torch
 

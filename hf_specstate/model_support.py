@@ -103,14 +103,15 @@ def probe(model: PreTrainedModel, static: bool = False) -> ModelSupport:
     Returns:
         [`ModelSupport`]
     """
-    attention = getattr(model.config, "_attn_implementation", None)
+    attention = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
     quantization = getattr(model.config, "quantization_config", None)
     kind = (type(model).__module__, type(model).__qualname__, model.config.to_json_string())
-    key = (*kind, attention, str(model.dtype), str(quantization), torch.__version__, static)
+    key = (*kind, attention, str(model.dtype), str(quantization), static)
     with _lock:
         if key not in _results:
-            with torch.random.fork_rng(), torch.no_grad():
-                torch.manual_seed(0)
+            # on the CPU, whatever the default device is; models draw their weights from the global generator
+            with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
+                torch.default_generator.manual_seed(0)
                 _results[key] = _probe(model, attention, static)
     return _results[key]
 

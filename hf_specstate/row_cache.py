@@ -115,7 +115,9 @@ class RowCache:
                 Slots to keep. Defaults to the longest row's. Sliding layers cannot go back to fewer: what a longer row
                 would need again has left the window.
         """
-        if length is None or any(getattr(layer, "is_sliding", False) for layer in self._layers):
+        if self.pending:  # an exception came between a forward and its verdict
+            self.keep([[] for _ in self.lengths])
+        if length is None or self.sliding_layer is not None:
             length = max(self.lengths)
         if any(rows != self.slots for rows in (length, *self.lengths)):
             order = self._order()

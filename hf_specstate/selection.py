@@ -60,6 +60,10 @@ class Selection:
         self.trees = trees
         self._answers: list[list[int]] | None = None
 
+    def end_round(self) -> None:
+        """Lets go of the logits, so that they are gone when the next ones are made."""
+        self.logits = self.logits.new_empty(0)
+
     @property
     def answers(self) -> list[list[int]]:
         """`(batch_size, width)`: argmax of the raw logits after every slot, on the host."""
@@ -87,7 +91,7 @@ class Selection:
     def _process_by_length(self, rows: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
         """`(len(rows), vocab_size)`: each length is processed with the whole batch, as processors may look up rows."""
         lengths = [self.sequences.length(row) for row in rows]
-        scores = torch.empty((len(rows), logits.shape[1]), device=logits.device)
+        scores = logits.new_empty((len(rows), logits.shape[1]))
         for length in sorted(set(lengths)):
             processed = self.processors(self.sequences.ids(length), logits.clone())
             here = [place for place, known in enumerate(lengths) if known == length]
@@ -118,7 +122,7 @@ class Selection:
                 draft_probs[place] = tree.draft_probs[node].to(probs.device)
         tokens = torch.tensor(drafted, device=probs.device)
         at_token = tokens.clamp(min=0)[:, None]
-        uniform = torch.rand(len(rows), device=probs.device)
+        uniform = torch.rand(len(rows), device=probs.device, dtype=probs.dtype)
         ratio = (probs.gather(1, at_token) / draft_probs.gather(1, at_token)).squeeze(1)
         accepted = (tokens >= 0) & (uniform < ratio)
         residual = (probs - draft_probs).clamp(min=0)

@@ -1,6 +1,7 @@
 """Token trees: what a drafter proposes for one row, and how the rows' trees are packed into one forward."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -99,9 +100,15 @@ class TokenTree:
             node = self.parents[node]
         return path[::-1]
 
-    def cut(self, max_nodes: int, max_depth: int) -> "TokenTree":
-        """The first `max_nodes` nodes that lie no deeper than `max_depth`."""
-        keep = [node for node, depth in enumerate(self.depths) if depth <= max_depth][:max_nodes]
+    def cut(self, max_nodes: int, max_depth: int, max_width: int | None = None) -> "TokenTree":
+        """The first `max_nodes` nodes no deeper than `max_depth`, of each node the first `max_width` children."""
+        keep: list[int] = []
+        children: Counter[int] = Counter()
+        for node, (parent, depth) in enumerate(zip(self.parents, self.depths, strict=True)):
+            fits = depth <= max_depth and len(keep) < max_nodes and (max_width is None or children[parent] < max_width)
+            if fits and (parent < 0 or parent in keep):
+                keep.append(node)
+                children[parent] += 1
         if len(keep) == len(self):
             return self
         new_index = {node: index for index, node in enumerate(keep)} | {-1: -1}
@@ -143,7 +150,8 @@ class TreeBatch:
     Args:
         token_ids (`list[list[int]]` of shape `(batch_size, width)`): Tokens of the slots.
         parents (`list[list[int]]` of shape `(batch_size, width)`): Slot of each slot's parent, -1 for the root.
-        depths (`list[list[int]]` of shape `(batch_size, width)`): Distance from the root, 0 for the root.
+        depths (`list[list[int]]` of shape `(batch_size, width)`):
+            Distance from the root, 0 for the root; -1 throughout in a row that only runs along.
     """
 
     token_ids: list[list[int]]

@@ -99,7 +99,7 @@ class CachedModel:
         device = self.rows.index.device
         token_ids = torch.tensor(batch.token_ids, device=device)  # [batch, width]
         depths = torch.tensor(batch.depths, device=device)  # [batch, width]
-        if context is None and (not batch.is_chain or self._leaves_sdpa and self.support.tree):
+        if context is None and (not batch.is_chain or self._may_run_eager and self.support.tree):
             context = batch.ancestors()
         kwargs = {**self.kwargs, CACHE_NAME: self.rows.cache, self._mask_name: None}
         if context is None and not self.rows.is_dense:
@@ -157,15 +157,16 @@ class CachedModel:
         return {name: near if name == "sliding_attention" else full for name in layer_types}
 
     @property
-    def _leaves_sdpa(self) -> bool:
+    def _may_run_eager(self) -> bool:
         """
-        Models that must return attentions may fall back to eager code, which reads additive masks only, and which some
-        (Falcon) then hand the empty mask that stands for "causal" under sdpa.
+        Whether the forward may leave sdpa for eager code, because attentions are returned. That code reads additive
+        masks only, and some models (Falcon) hand it the empty mask that stands for "causal" under sdpa.
         """
         return bool(self.kwargs.get("output_attentions"))
 
     def _as_attention_expects(self, mask: torch.Tensor) -> torch.Tensor:
-        if self.model.config._attn_implementation == "sdpa" and not self._leaves_sdpa:
+        attention = self.model.config.get_text_config(decoder=True)._attn_implementation
+        if attention == "sdpa" and not self._may_run_eager:
             return mask
         dtype = self.model.dtype
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)

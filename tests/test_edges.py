@@ -184,3 +184,65 @@ def test_a_processor_may_keep_the_ids_that_it_saw():
     out = model.generate(prompt(12), **options, assistant_model=noisy_copy(plain), spec_config=STRICT)
     assert len(keeper.seen) == out.shape[1] - 12
     assert all(tensor.tolist() == copied == out[:, : 12 + i].tolist() for i, (tensor, copied) in enumerate(keeper.seen))
+
+
+def test_several_drafters_of_chains_make_a_chain():
+    """Merged, two chains are a tree, which Bloom cannot verify; what is left of them must be one chain."""
+    plain, model = tiny("bloom"), hf_specstate.enable(tiny("bloom"))
+    options = {"max_new_tokens": 24, "do_sample": False}
+    config = STRICT | {"drafters": ["prompt_lookup", "assistant"]}
+    out = model.generate(
+        prompt(4).repeat(1, 3),
+        **options,
+        assistant_model=noisy_copy(plain),
+        spec_config=config,
+        return_spec_states=True,
+    )
+    assert out.sequences.tolist() == plain.generate(prompt(4).repeat(1, 3), **options).tolist()
+    assert all(r.parents == list(range(-1, len(r.parents) - 1)) for r in out.spec_states[0])
+    assert {"prompt_lookup", "assistant"} <= {source for r in out.spec_states[0] for source in r.sources}
+
+
+@dataclass
+class TooWide(Drafter):
+    name = "too_wide"
+
+    def propose(self, request):
+        return TokenTree.from_paths([[5, 6], [7], [8]], self.name)
+
+
+def test_a_drafter_cannot_make_a_tree_where_a_chain_was_asked_for():
+    plain, model = tiny("bloom"), hf_specstate.enable(tiny("bloom"))
+    options = {"max_new_tokens": 12, "do_sample": False}
+    out = model.generate(prompt(8), **options, spec_config=STRICT | {"drafters": [TooWide()]}, return_spec_states=True)
+    assert out.sequences.tolist() == plain.generate(prompt(8), **options).tolist()
+    assert all(r.token_ids == [5, 6][: len(r.token_ids)] for r in out.spec_states[0])
+    assert any(r.token_ids == [5, 6] for r in out.spec_states[0])
+
+
+def test_other_default_dtypes_and_devices_change_nothing():
+    plain, model = tiny("llama"), hf_specstate.enable(tiny("llama"))
+    options = {"max_new_tokens": 16, "do_sample": True, "temperature": 0.5}
+    torch.manual_seed(3)
+    expected = plain.generate(**a_batch(), **options, repetition_penalty=1.2)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        torch.manual_seed(3)
+        config = STRICT | {"lockstep": True}
+        out = model.generate(
+            **a_batch(), **options, repetition_penalty=1.2, assistant_model=noisy_copy(plain), spec_config=config
+        )
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert out.tolist() == expected.tolist()
+
+
+def test_the_heuristic_schedule_starts_where_it_is_told_to():
+    plain, model = tiny("llama"), hf_specstate.enable(tiny("llama"))
+    options = {"max_new_tokens": 24, "do_sample": False, "assistant_model": plain, "return_spec_states": True}
+    options["num_assistant_tokens_schedule"] = "heuristic"  # the assistant is the model: all is accepted, it grows
+    first, goes_on, told = (
+        model.generate(prompt(8), **options, num_assistant_tokens=start).spec_states[0] for start in (2, 2, 3)
+    )
+    assert [len(states[1].token_ids) for states in (first, told)] == [2, 3]
+    assert len(goes_on[1].token_ids) > 2

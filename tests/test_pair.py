@@ -34,7 +34,7 @@ class PairLlama(LlamaForCausalLM):
             assistant_model=kwargs["assistant_model"],
         )
         self.outcomes = []
-        candidates = SpecStateCandidateGenerator(context, [self.drafter()], HeuristicLength(4, 1, remembers=False))
+        candidates = SpecStateCandidateGenerator(context, [self.drafter()], HeuristicLength(4, 4, 1, remembers=False))
         observe = candidates.observe
         candidates.observe = lambda outcomes: (observe(outcomes), self.outcomes.extend(copy.deepcopy(outcomes)))
         return candidates

@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM
 
 import hf_specstate
 from hf_specstate import probe
+from hf_specstate.compat import CACHE_NAME
 
 TREE, RAGGED, LOCKSTEP, REFUSED = "tree", "ragged chain", "lockstep chain", "refused"
 RUNGS = {
@@ -54,7 +55,7 @@ def test_recurrent_states_are_refused(name):
     config = getattr(transformers, f"{name}Config")(**RECURRENT[name])
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     assert probe(model).rung == REFUSED
-    with pytest.raises(ValueError, match=f"{name}ForCausalLM cannot speculate exactly"):
+    with pytest.raises(ValueError, match=f"{name}ForCausalLM (cannot speculate exactly|keeps no transformers `Cache`)"):
         hf_specstate.enable(model).generate(
             torch.ones((1, 4), dtype=torch.long), max_new_tokens=4, return_spec_states=True
         )
@@ -106,7 +107,7 @@ class SlotCounting(LlamaForCausalLM):
     @same_signature
     def forward(self, *args, **kwargs):
         outputs = super().forward(*args, **kwargs)
-        width, cache = outputs.logits.shape[1], kwargs.get("cache")
+        width, cache = outputs.logits.shape[1], kwargs.get(CACHE_NAME)
         slots = width if cache is None else cache.get_seq_length()
         slot = torch.arange(slots - width, slots)[:, None]
         outputs.logits = outputs.logits + torch.sin(slot * torch.arange(outputs.logits.shape[-1]))

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers.pytorch_utils import move_to_device
 
 from ..compat import CACHE_NAME
 from ..host import to_host
@@ -116,8 +117,10 @@ class AssistantDrafter(Drafter):
 
     def _prefill(self) -> torch.Tensor:
         context, assistant = self._context, self._assistant
-        input_ids = context.input_ids.to(assistant.device) if assistant.device.type != "meta" else context.input_ids
-        kwargs = _assistant_inputs(context, assistant)
+        # an offloaded model has no device of its own, but hooks that move its inputs
+        device = context.input_ids.device if assistant.device.type == "meta" else assistant.device
+        input_ids = context.input_ids.to(device)
+        kwargs = move_to_device(_assistant_inputs(context, assistant, device), device)
         kwargs[CACHE_NAME] = _new_cache(assistant)
         config = GenerationConfig(prefill_chunk_size=context.generation_config.prefill_chunk_size, disable_compile=True)
         self._cached = CachedModel(assistant, kwargs, config, self._support)
@@ -180,8 +183,8 @@ class AssistantDrafter(Drafter):
         else:
             width = max(growth.width for growth in growing.values())
             chosen = probs.topk(min(width, probs.shape[1]), dim=-1).indices  # [growing, width]
-        # one read for both: ids are exact in float64
-        answers = to_host(torch.cat([chosen.double(), probs.gather(1, chosen).double()], dim=1))
+        # one read for both: ids below 2**24 are exact in float32
+        answers = to_host(torch.cat([chosen.float(), probs.gather(1, chosen)], dim=1))
         for place, (row, growth) in enumerate(growing.items()):
             tree, ids = self._trees[row], answers[place][: chosen.shape[1]]
             for token, prob in list(zip(ids, answers[place][chosen.shape[1] :], strict=True))[: growth.width]:
@@ -195,7 +198,7 @@ class AssistantDrafter(Drafter):
         """The assistant's scores over the target's vocabulary, under the processors, `(growing, vocab_size)`."""
         size = min(logits.shape[-1], self._context.vocab_size)
         device = self._context.input_ids.device
-        scores = torch.full((logits.shape[0], self._context.vocab_size), -math.inf, device=device)
+        scores = torch.full((logits.shape[0], self._context.vocab_size), -math.inf, device=device, dtype=torch.float32)
         scores[:, :size] = logits[:, :size].to(device=device, dtype=torch.float32)
         paths = {row: self._trees[row].path_to(growth.node) for row, growth in growing.items()}
         lengths = {row: self._sequences.length(row) + len(path) for row, path in paths.items()}
@@ -273,7 +276,7 @@ def _new_cache(model) -> DynamicCache | EncoderDecoderCache:
     return DynamicCache(config=config)
 
 
-def _assistant_inputs(context: DraftContext, assistant: PreTrainedModel) -> dict[str, Any]:
+def _assistant_inputs(context: DraftContext, assistant: PreTrainedModel, device: torch.device) -> dict[str, Any]:
     """The assistant's model inputs, made from the target's as transformers' `AssistedCandidateGenerator` makes them."""
     target = context.model
     kwargs: dict[str, Any] = {"use_cache": True}
@@ -281,9 +284,11 @@ def _assistant_inputs(context: DraftContext, assistant: PreTrainedModel) -> dict
         kwargs["logits_to_keep"] = 1
     if assistant.config.is_encoder_decoder:
         config = GenerationConfig(output_attentions=False, output_hidden_states=False)
-        inputs, name, kwargs = assistant._prepare_model_inputs(context.inputs_tensor, None, kwargs)
+        inputs, name, kwargs = assistant._prepare_model_inputs(
+            move_to_device(context.inputs_tensor, device), None, kwargs
+        )
         if context.model_kwargs.get("attention_mask") is not None:
-            kwargs["attention_mask"] = context.model_kwargs["attention_mask"]
+            kwargs["attention_mask"] = context.model_kwargs["attention_mask"].to(device)
         return assistant._maybe_prepare_encoder_kwargs_for_generation(inputs, kwargs, name, config)
     mask = context.model_kwargs.get("decoder_attention_mask" if target.config.is_encoder_decoder else "attention_mask")
     if mask is not None and mask.shape == context.input_ids.shape:

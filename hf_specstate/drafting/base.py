@@ -29,7 +29,8 @@ class DraftContext:
         model_kwargs (`dict`): The target's model inputs before its prefill, without its cache.
         inputs_tensor (`torch.Tensor`, *optional*): What an encoder read.
         assistant_model (`PreTrainedModel`, *optional*): The user's assistant, or the target's first layers.
-        tokenizer, assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): As passed to `generate()`.
+        tokenizer, assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*):
+            As passed to `generate()`; the second only if it differs from the first.
     """
 
     model: PreTrainedModel
@@ -74,7 +75,8 @@ class DraftOutcome:
         accepted (`list[int]`): The accepted nodes, from the root down.
         token_ids (`list[int]`): The tokens committed in this round: the accepted ones and the one the target added.
         answers (`list[int]` of length `1 + nodes`):
-            The target's raw choice (argmax of its unprocessed logits) after the root and after every node.
+            The target's raw choice (argmax of its unprocessed logits) after the root and after every node. Empty unless
+            a drafter sets `wants_answers`.
     """
 
     row: int
@@ -87,8 +89,9 @@ class DraftOutcome:
 class Drafter:
     """
     Base class of drafters. A drafter is a small dataclass with one method, [`~Drafter.propose`]; registering it in
-    `hf_specstate.drafting.DRAFTERS` gives it a name. Each generation works on a copy of its own, so attributes set in
-    [`~Drafter.start`] are private to the call. Random numbers come from a private generator, never the global one.
+    `hf_specstate.drafting.DRAFTERS` gives it a name. Each generation works on a shallow copy of its own: make what
+    changes in [`~Drafter.start`], and it is private to the call. Random numbers come from a private generator, never
+    the global one.
     """
 
     name: ClassVar[str]

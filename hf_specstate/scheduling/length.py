@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from ..drafting.base import DraftOutcome
 
 # what the `heuristic` schedule has learned about an enabled model; it goes when the model goes
-_remembered: "WeakKeyDictionary[PreTrainedModel, int]" = WeakKeyDictionary()
+_remembered: "WeakKeyDictionary[PreTrainedModel, tuple[int, int]]" = WeakKeyDictionary()  # started with, ended with
 
 
 class ConstantLength:
@@ -33,7 +33,8 @@ class HeuristicLength:
     least one) after another. A round without a draft says nothing about drafts and changes nothing.
     """
 
-    def __init__(self, num_tokens: int, batch_size: int, remembers: bool):
+    def __init__(self, start: int, num_tokens: int, batch_size: int, remembers: bool):
+        self._start = start
         self._num_tokens = [num_tokens] * batch_size
         self._remembers = remembers
 
@@ -49,14 +50,21 @@ class HeuristicLength:
             self._num_tokens[outcome.row] = current + 2 if whole else max(1, current - 1)
 
     def close(self, model: PreTrainedModel) -> None:
-        """The next `"heuristic"` call of the model starts from where this one ended, on the average of its rows."""
+        """The next `"heuristic"` call of the model goes on from where this one ended, on the average of its rows."""
         if self._remembers:
-            _remembered[model] = round(sum(self._num_tokens) / len(self._num_tokens))
+            _remembered[model] = (self._start, round(sum(self._num_tokens) / len(self._num_tokens)))
 
 
-def make_schedule(name: str, num_tokens: int, model: PreTrainedModel, batch_size: int):
+def make_schedule(
+    name: str, num_tokens: int, model: PreTrainedModel, batch_size: int
+) -> ConstantLength | HeuristicLength:
+    """
+    The schedule `name`, starting with `num_tokens` for each of `batch_size` rows. `"heuristic"` goes on from what it
+    learned about `model`, unless it is told to start with another number than it did then.
+    """
     if name == "constant":
         return ConstantLength(num_tokens)
-    if name == "heuristic":
-        return HeuristicLength(_remembered.get(model, num_tokens), batch_size, remembers=True)
-    return HeuristicLength(num_tokens, batch_size, remembers=False)
+    start, learned = _remembered.get(model, (num_tokens, num_tokens))
+    remembers = name == "heuristic"
+    goes_on = remembers and start == num_tokens
+    return HeuristicLength(num_tokens, learned if goes_on else num_tokens, batch_size, remembers)
