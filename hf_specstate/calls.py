@@ -161,8 +161,7 @@ def decode(
         _needs_lockstep(logits_processor, stopping_criteria),
     ]
     batch_size = input_ids.shape[0]
-    assert config.schedule is not None and config.max_nodes is not None  # `with_assistant` has filled them in
-    schedule = make_schedule(config.schedule, config.max_nodes, model, batch_size)
+    schedule = make_schedule(config, model, batch_size)
     width = config.tree_width if support.tree else 1
     decoding = SpeculativeDecoding(
         target=CachedModel(model, model_kwargs, generation_config, support),

@@ -16,6 +16,10 @@ CHAIN = TokenTree.from_paths([[1, 2, 3]], "any")
 TREE = TokenTree.from_paths([[1, 2, 3], [4, 5]], "any")
 
 
+def schedule_of(name, start, model, batch_size):
+    return make_schedule(hf_specstate.SpecStateConfig(schedule=name, max_nodes=start), model, batch_size)
+
+
 @pytest.fixture
 def model():
     return tiny("llama")
@@ -30,7 +34,7 @@ EMPTY = outcome(TokenTree(), [])
 
 
 def test_constant_never_changes(model):
-    schedule = make_schedule("constant", 5, model, batch_size=2)
+    schedule = schedule_of("constant", 5, model, batch_size=2)
     for seen in (NONE, PART, ALL, EMPTY):
         schedule.observe([seen])
         assert [schedule.max_nodes(row) for row in range(2)] == [5, 5]
@@ -52,40 +56,40 @@ def test_constant_never_changes(model):
     ids=["all", "part", "none", "no draft", "least", "up again", "tree", "tree, short branch"],
 )
 def test_heuristic_rule(model, name, start, outcomes, end):
-    schedule = make_schedule(name, start, model, batch_size=1)
+    schedule = schedule_of(name, start, model, batch_size=1)
     for seen in outcomes:
         schedule.observe([seen])
     assert schedule.max_nodes(0) == end
 
 
 def test_heuristic_rows_are_apart(model):
-    schedule = make_schedule("heuristic", 5, model, batch_size=3)
+    schedule = schedule_of("heuristic", 5, model, batch_size=3)
     schedule.observe([outcome(CHAIN, [0, 1, 2], row=0), outcome(CHAIN, [0], row=2)])
     assert [schedule.max_nodes(row) for row in range(3)] == [7, 5, 4]
 
 
 def test_heuristic_is_remembered_by_its_model_alone(model):
-    schedule = make_schedule("heuristic", 5, model, batch_size=2)
+    schedule = schedule_of("heuristic", 5, model, batch_size=2)
     schedule.observe([outcome(CHAIN, [0, 1, 2], row=0)] * 3)  # 11, and 5 in the other row
-    assert make_schedule("heuristic", 5, model, 1).max_nodes(0) == 5, "remembered when the call ends"
+    assert schedule_of("heuristic", 5, model, 1).max_nodes(0) == 5, "remembered when the call ends"
     schedule.close(model)
-    assert make_schedule("heuristic", 5, model, 1).max_nodes(0) == 8
-    assert make_schedule("heuristic", 5, tiny("llama"), 1).max_nodes(0) == 5
-    assert make_schedule("heuristic_transient", 5, model, 1).max_nodes(0) == 5
-    assert make_schedule("constant", 5, model, 1).max_nodes(0) == 5
+    assert schedule_of("heuristic", 5, model, 1).max_nodes(0) == 8
+    assert schedule_of("heuristic", 5, tiny("llama"), 1).max_nodes(0) == 5
+    assert schedule_of("heuristic_transient", 5, model, 1).max_nodes(0) == 5
+    assert schedule_of("constant", 5, model, 1).max_nodes(0) == 5
 
 
 def test_transient_and_constant_are_forgotten(model):
     for name in ("heuristic_transient", "constant"):
-        schedule = make_schedule(name, 5, model, batch_size=1)
+        schedule = schedule_of(name, 5, model, batch_size=1)
         schedule.observe([ALL])
         schedule.close(model)
-        assert make_schedule("heuristic", 5, model, 1).max_nodes(0) == 5
+        assert schedule_of("heuristic", 5, model, 1).max_nodes(0) == 5
 
 
 def test_memory_does_not_keep_the_model():
     model = tiny("llama")
-    make_schedule("heuristic", 5, model, batch_size=1).close(model)
+    schedule_of("heuristic", 5, model, batch_size=1).close(model)
     still_there = weakref.ref(model)
     del model
     gc.collect()

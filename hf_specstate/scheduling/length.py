@@ -5,6 +5,7 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
+from ..config import SpecStateConfig
 from ..drafting.base import DraftOutcome
 
 # what the `heuristic` schedule has learned about an enabled model; it goes when the model goes
@@ -55,16 +56,16 @@ class HeuristicLength:
             _remembered[model] = (self._start, round(sum(self._num_tokens) / len(self._num_tokens)))
 
 
-def make_schedule(
-    name: str, num_tokens: int, model: PreTrainedModel, batch_size: int
-) -> ConstantLength | HeuristicLength:
+def make_schedule(config: SpecStateConfig, model: PreTrainedModel, batch_size: int) -> ConstantLength | HeuristicLength:
     """
-    The schedule `name`, starting with `num_tokens` for each of `batch_size` rows. `"heuristic"` goes on from what it
-    learned about `model`, unless it is told to start with another number than it did then.
+    The schedule that `config` names, starting with its `max_nodes` for each of `batch_size` rows. `"heuristic"` goes on
+    from what it learned about `model`, unless it is told to start with another number than it did then.
     """
-    if name == "constant":
+    num_tokens = config.max_nodes
+    assert num_tokens is not None  # a call's configuration is complete
+    if config.schedule == "constant":
         return ConstantLength(num_tokens)
     start, learned = _remembered.get(model, (num_tokens, num_tokens))
-    remembers = name == "heuristic"
+    remembers = config.schedule == "heuristic"
     goes_on = remembers and start == num_tokens
     return HeuristicLength(num_tokens, learned if goes_on else num_tokens, batch_size, remembers)
