@@ -102,19 +102,24 @@ def load(args: argparse.Namespace):
 
 
 def show_rounds(states: hf_specstate.SpecSequence, tokenizer) -> None:
-    table = Table(title=f"the first {SHOWN_ROUNDS} rounds that drafted", title_justify="left")
+    title = f"the first {SHOWN_ROUNDS} rounds with a draft (round 0 is the prefill; a|b are alternatives)"
+    table = Table(title=title, title_justify="left")
     table.add_column("round", justify="right")
     table.add_column("drafted by")
     table.add_column("drafted (✓ accepted)")
     table.add_column("added by the target")
     for spec_round in [r for r in states if r.token_ids][:SHOWN_ROUNDS]:
-        drafted = [
-            f"[green]✓{text}[/green]" if node in spec_round.accepted else f"[dim]{text}[/dim]"
-            for node, text in enumerate(quoted(tokenizer, token) for token in spec_round.token_ids)
-        ]
+        by_depth: dict[int, list[str]] = {}
+        depths: list[int] = []
+        for node, (token, parent) in enumerate(zip(spec_round.token_ids, spec_round.parents, strict=True)):
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+            text = quoted(tokenizer, token)
+            text = f"[green]✓{text}[/green]" if node in spec_round.accepted else f"[dim]{text}[/dim]"
+            by_depth.setdefault(depths[node], []).append(text)
+        drafted = " ".join("|".join(by_depth[depth]) for depth in sorted(by_depth))
         sources = ", ".join(dict.fromkeys(spec_round.sources))
         added = quoted(tokenizer, spec_round.added_token_id)
-        table.add_row(str(spec_round.index), sources, " ".join(drafted), added)
+        table.add_row(str(spec_round.index), sources, drafted, added)
     console.rule("what happened")
     console.print(table)
 

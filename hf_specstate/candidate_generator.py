@@ -86,6 +86,8 @@ class SpecStateCandidateGenerator(CandidateGenerator):
         if len(proposals) != len(requests):
             raise ValueError(f"{len(proposals)} proposals for {len(requests)} rows")
         for proposal in proposals:
+            if not isinstance(proposal, TokenTree):
+                raise TypeError(f"`propose` must return a TokenTree, got {type(proposal).__name__}")
             proposal.check(self.context.vocab_size)
         return [
             proposal.cut(request.max_nodes, request.max_depth, request.width)

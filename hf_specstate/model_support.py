@@ -82,6 +82,9 @@ class ModelSupport:
     mask: str = "full"
     reason: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.rung} ({self.reason})" if self.reason else self.rung
+
     @property
     def rung(self) -> str:
         """`"tree"`, `"ragged chain"`, `"lockstep chain"` or `"refused"`."""
@@ -133,7 +136,7 @@ def _probe(model: PreTrainedModel, attention: str | None, static: bool) -> Model
         candidate = ModelSupport(rows=rows, reason="" if takes_tree else f"{attention} attention takes no tree mask")
         if _works(trial, candidate, static, errors):
             support = candidate
-    if len(errors) == len(layouts):
+    if len(errors) == len(layouts) and not model._is_stateful:
         return replace(support, reason=f"it could not be tried out: {errors[0]}")
     if support.rows == "lockstep" and not static:
         return replace(support, reason="rows that accept different numbers of tokens change each other")

@@ -100,7 +100,7 @@ def check_support(model: PreTrainedModel, support: ModelSupport, role: str) -> N
     """
     if support.rows == "none":
         way_out = (
-            "call `hf_specstate.disable(model)` first, or `generate()` without an assistant and `return_spec_states`"
+            "call `hf_specstate.disable(model)` first, or leave out `assistant_model` and this package's arguments"
             if role == "model"
             else "use another assistant, or none"
         )

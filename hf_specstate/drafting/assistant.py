@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
-from transformers.pytorch_utils import move_to_device
 
 from ..compat import CACHE_NAME
 from ..host import to_host
@@ -120,7 +119,10 @@ class AssistantDrafter(Drafter):
         # an offloaded model has no device of its own, but hooks that move its inputs
         device = context.input_ids.device if assistant.device.type == "meta" else assistant.device
         input_ids = context.input_ids.to(device)
-        kwargs = move_to_device(_assistant_inputs(context, assistant, device), device)
+        kwargs = {
+            name: value.to(device) if isinstance(value, torch.Tensor) else value
+            for name, value in _assistant_inputs(context, assistant, device).items()
+        }
         kwargs[CACHE_NAME] = _new_cache(assistant)
         config = GenerationConfig(prefill_chunk_size=context.generation_config.prefill_chunk_size, disable_compile=True)
         self._cached = CachedModel(assistant, kwargs, config, self._support)
@@ -284,9 +286,8 @@ def _assistant_inputs(context: DraftContext, assistant: PreTrainedModel, device:
         kwargs["logits_to_keep"] = 1
     if assistant.config.is_encoder_decoder:
         config = GenerationConfig(output_attentions=False, output_hidden_states=False)
-        inputs, name, kwargs = assistant._prepare_model_inputs(
-            move_to_device(context.inputs_tensor, device), None, kwargs
-        )
+        inputs = None if context.inputs_tensor is None else context.inputs_tensor.to(device)
+        inputs, name, kwargs = assistant._prepare_model_inputs(inputs, None, kwargs)
         if context.model_kwargs.get("attention_mask") is not None:
             kwargs["attention_mask"] = context.model_kwargs["attention_mask"].to(device)
         return assistant._maybe_prepare_encoder_kwargs_for_generation(inputs, kwargs, name, config)
