@@ -19,11 +19,7 @@ import hf_specstate
 from eval.embedded_model import layer_skipping_draft, load_embedded_model
 from eval.equality import first_difference
 
-PROMPT = (
-    "Copy this text exactly, then say in one sentence what it is about: The old lighthouse stood on the cliff. Every "
-    "evening the keeper climbed the stairs, lit the lamp and watched the ships. In the morning he put out the lamp, "
-    "climbed down the stairs and slept until noon."
-)
+PROMPT = "List the days of the week from Monday to Sunday. Then list them again in the same order, three times in all."
 SHOWN_ROUNDS = 12
 console = Console(highlight=False)
 
