@@ -163,7 +163,7 @@ def decode(
     batch_size = input_ids.shape[0]
     schedule = make_schedule(config, model, batch_size)
     width = config.tree_width if support.tree else 1
-    decoding = SpeculativeDecoding(
+    return SpeculativeDecoding(
         target=CachedModel(model, model_kwargs, generation_config, support),
         candidates=SpecStateCandidateGenerator(context, drafters, schedule, width),
         sequences=context.sequences,
@@ -175,8 +175,7 @@ def decode(
         together=batch_size == 1 or any(needs_lockstep),
         rejection=config.acceptance == "rejection",
         states=SpecStates(batch_size) if call.return_spec_states else None,
-    )
-    return decoding.run(input_ids)
+    ).run(input_ids)
 
 
 def _sequences(

@@ -140,6 +140,7 @@ def test_the_assistants_own_settings_are_read_last(model):
     hf_specstate.enable(model)
     draft = noisy_copy(model)
     draft.generation_config.num_assistant_tokens = 3
-    drafted(model, draft, "constant", start=3)
-    drafted(model, draft, "constant", start=6, spec_config={"max_nodes": 6})
-    drafted(model, draft, "constant", start=2, spec_config={"max_nodes": 6}, num_assistant_tokens=2)
+    own = drafted(model, draft, "constant", start=3)
+    configured = drafted(model, draft, "constant", start=6, spec_config={"max_nodes": 6})
+    asked = drafted(model, draft, "constant", start=2, spec_config={"max_nodes": 6}, num_assistant_tokens=2)
+    assert [set(sizes) for sizes in (own, configured, asked)] == [{3}, {6}, {2}]
