@@ -14,7 +14,7 @@ from .models import device_of
 CONTEXT = 300  # tokens in the cache
 ROWS = (1, 4)
 TOKENS = range(1, 33)
-REPEATS = 5
+REPEATS = 11
 
 
 def cost_curve(
