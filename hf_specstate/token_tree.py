@@ -8,6 +8,14 @@ from dataclasses import dataclass, field
 import torch
 
 
+def depths_of(parents: Sequence[int]) -> list[int]:
+    """Distance of each node of a tree from its root, 1 for the root's children, whose parent is -1."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return depths
+
+
 @dataclass
 class TokenTree:
     """
@@ -76,10 +84,7 @@ class TokenTree:
     @property
     def depths(self) -> list[int]:
         """Distance of each node from the root, 1 for the root's children."""
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(1 if parent < 0 else depths[parent] + 1)
-        return depths
+        return depths_of(self.parents)
 
     @property
     def is_chain(self) -> bool:

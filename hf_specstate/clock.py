@@ -1,0 +1,40 @@
+"""Telling how long parts of a generation took, without waiting for the device."""
+
+import time
+from typing import Any, Protocol
+
+import torch
+
+
+class Clock(Protocol):
+    """Marks points in time, and tells later how many seconds lie between two of them."""
+
+    def mark(self) -> Any: ...
+
+    def seconds(self, start: Any, end: Any) -> float: ...
+
+
+class HostClock:
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+
+class CudaClock:
+    """Events in the stream: waiting for the GPU at every mark would slow down what is being measured."""
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+
+def make_clock(device: torch.device) -> Clock:
+    """The clock for work on `device`."""
+    return CudaClock() if device.type == "cuda" else HostClock()
