@@ -8,7 +8,8 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from .measure import Clock, GpuClock, HostClock
+from hf_specstate.clock import make_clock
+
 from .models import device_of
 
 CONTEXT = 300  # tokens in the cache
@@ -55,7 +56,7 @@ class _Forwards:
     def __init__(self, model: PreTrainedModel, rows: int):
         self._model = model
         self._device = device_of(model)
-        self._clock: Clock = GpuClock() if self._device.type == "cuda" else HostClock()
+        self._clock = make_clock(self._device)
         vocab_size = model.config.get_text_config(decoder=True).vocab_size
         generator = torch.Generator().manual_seed(0)
         shape = (rows, CONTEXT + max(TOKENS))
@@ -72,7 +73,5 @@ class _Forwards:
         start = self._clock.mark()
         self._model(input_ids=ids, use_cache=True, **{self._name: self._cache})
         end = self._clock.mark()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
         self._cache.crop(-tokens)
         return self._clock.seconds(start, end)

@@ -5,11 +5,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 from unittest.mock import patch
 
 import psutil
 import torch
+
+from hf_specstate.clock import make_clock
 
 Watched = list[tuple[Any, str]]  # (object or class, name of its method)
 
@@ -65,34 +67,6 @@ class Cost:
         return (new_tokens - self.prefill_tokens) / rounds if rounds > 0 else None
 
 
-class Clock(Protocol):
-    """Marks points in time, and tells later how many seconds lie between two of them."""
-
-    def mark(self) -> Any: ...
-
-    def seconds(self, start: Any, end: Any) -> float: ...
-
-
-class HostClock:
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def seconds(self, start: float, end: float) -> float:
-        return end - start
-
-
-class GpuClock:
-    """Events in the stream: waiting for the GPU at every mark would slow down what is being measured."""
-
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        return start.elapsed_time(end) / 1e3
-
-
 class Meter:
     """
     Watches one generation.
@@ -105,7 +79,7 @@ class Meter:
     def __init__(self, device: torch.device, prompt_width: int):
         self._device = device
         self._prompt_width = prompt_width
-        self._clock: Clock = GpuClock() if device.type == "cuda" else HostClock()
+        self._clock = make_clock(device)
         self._spans: list[tuple[str, Any, Any]] = []
         self._is_inside = False
         self._target_forwards = self._assistant_forwards = self._verified_nodes = 0

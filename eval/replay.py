@@ -20,7 +20,7 @@ from hf_specstate.candidate_generator import SpecStateCandidateGenerator
 from hf_specstate.drafting import DraftContext, DraftOutcome
 from hf_specstate.scheduling import ConstantLength
 from hf_specstate.sequences import Sequences
-from hf_specstate.states import SpecSequence, SpecStates
+from hf_specstate.states import SpecRound, SpecSequence
 
 
 @dataclass
@@ -106,7 +106,7 @@ def replay(text: RecordedText, config: SpecStateConfig) -> Replay:
     candidates = SpecStateCandidateGenerator(
         context, drafters, ConstantLength(config.max_nodes or 0), config.tree_width
     )
-    states = SpecStates(1)
+    sequence = SpecSequence(text.prompt_ids)
     seconds, position = 0.0, 0
     while position < len(text.output_ids):
         start = time.perf_counter()
@@ -120,15 +120,17 @@ def replay(text: RecordedText, config: SpecStateConfig) -> Replay:
         start = time.perf_counter()
         candidates.observe([outcome or DraftOutcome(0, tree, accepted, tokens)])
         seconds += time.perf_counter() - start
-        states.record(0, len(states[0]), position, tree, accepted, tokens[-1])
+        added = tokens[-1] if len(accepted) < len(tokens) else None
+        lists = (tree.token_ids, tree.parents, tree.sources, tree.log_probs, accepted, added)
+        sequence.rounds.append(SpecRound(len(sequence), position, *lists))
         position += len(tokens)
-    return Replay(text.category, states[0], seconds)
+    return Replay(text.category, sequence, seconds)
 
 
 def walk(tree: TokenTree, text: Sequence[int]) -> list[int]:
-    """The nodes that are accepted when the target goes on with `text`. Its last token ends the walk, drafted or not."""
+    """The nodes that are accepted when the target goes on with `text`."""
     accepted: list[int] = []
-    for token in text[:-1]:
+    for token in text:
         node = tree.child(accepted[-1] if accepted else -1, token)
         if node is None:
             break

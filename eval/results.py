@@ -183,11 +183,9 @@ def _acceptance(rounds: SpecSequence | None) -> dict[str, Any]:
     accepted: Counter[int] = Counter()
     by_source: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for spec_round in rounds:
-        depths: list[int] = []
-        for node, (parent, source) in enumerate(zip(spec_round.parents, spec_round.sources, strict=True)):
-            depths.append(1 if parent < 0 else depths[parent] + 1)
-            drafted[depths[node]] += 1
-            accepted[depths[node]] += node in spec_round.accepted
+        for node, (depth, source) in enumerate(zip(spec_round.depths, spec_round.sources, strict=True)):
+            drafted[depth] += 1
+            accepted[depth] += node in spec_round.accepted
             by_source[source][0] += 1
             by_source[source][1] += node in spec_round.accepted
     return {

@@ -2,12 +2,16 @@
 
 from .candidate_generator import SpecStateCandidateGenerator
 from .config import SpecStateConfig
+from .distributed import gather_spec_states
 from .drafting import DRAFTERS, Drafter
 from .enabling import disable, enable, is_enabled
 from .logits_processor import SpecStateLogitsProcessor
 from .model_support import ModelSupport, probe
 from .outputs import SpecDecoderOnlyOutput, SpecEncoderDecoderOutput
+from .pipeline import SpeculativeTextGenerationPipeline
+from .recording import SpecStreamer
 from .states import SpecRound, SpecSequence, SpecStates
+from .stream import SpecEvent, SpecStream, stream
 from .token_tree import TokenTree
 
 __version__ = "0.1.0"
@@ -18,15 +22,21 @@ __all__ = [
     "ModelSupport",
     "SpecDecoderOnlyOutput",
     "SpecEncoderDecoderOutput",
+    "SpecEvent",
     "SpecRound",
     "SpecSequence",
     "SpecStateCandidateGenerator",
     "SpecStateConfig",
     "SpecStateLogitsProcessor",
     "SpecStates",
+    "SpecStream",
+    "SpecStreamer",
+    "SpeculativeTextGenerationPipeline",
     "TokenTree",
     "disable",
     "enable",
+    "gather_spec_states",
     "is_enabled",
     "probe",
+    "stream",
 ]

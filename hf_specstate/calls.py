@@ -17,29 +17,32 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.utils import ModelOutput
 
 from .candidate_generator import SpecStateCandidateGenerator
+from .clock import make_clock
 from .compat import CACHE_NAME
 from .config import SpecStateConfig
 from .decoding import SpeculativeDecoding
 from .drafting import DRAFTERS, DraftContext, Drafter
 from .drafting.early_exit import early_exit_view
 from .model_support import probe
+from .recording import Recorder, SpecStreamer
 from .row_cache import has_fixed_slots
 from .scheduling import make_schedule
 from .selection import is_stateless
 from .sequences import Sequences
-from .states import SpecStates
 from .stopping import STATELESS_CRITERIA
 from .validation import (
     check_assistant,
     check_config,
     check_generation,
     check_positions,
+    check_spec_streamer,
     check_support,
     speak_alike,
 )
 from .verification import CachedModel
 
-ARGUMENTS = ("return_spec_states", "spec_config")  # of `generate()`, beside transformers' own
+ARGUMENTS = ("return_spec_states", "spec_config", "spec_streamer")  # of `generate()`, beside transformers' own
+SETTINGS = ("return_spec_states", "spec_config")  # those that a generation config may hold
 DEFAULTS = {"max_nodes": 8, "schedule": "constant"}
 # field of SpecStateConfig -> generation arguments of transformers with the same meaning
 TRANSFORMERS_ARGUMENTS = {
@@ -58,6 +61,7 @@ class SpecCall:
         config ([`SpecStateConfig`]): As the user gave it.
         resolved (`dict`): Its fields that have an equivalent among transformers' arguments; None where nothing is set.
         return_spec_states (`bool`): Record the states.
+        spec_streamer ([`SpecStreamer`], *optional*): Gets every round as it ends.
         is_explicit (`bool`): One of this package's own arguments was used, rather than an assistant alone.
         assistant_model (`PreTrainedModel`, *optional*): Of models that do not hand it to the decoding method (Whisper).
     """
@@ -66,6 +70,7 @@ class SpecCall:
     resolved: dict[str, Any]
     return_spec_states: bool
     is_explicit: bool
+    spec_streamer: SpecStreamer | None = None
     assistant_model: PreTrainedModel | None = None
 
     def __deepcopy__(self, memo) -> "SpecCall":
@@ -91,8 +96,10 @@ class SpecCall:
         configs = [config for config in (passed, model_defaults) if config is not None]
         chosen = {
             name: asked[name] if name in asked else _first(getattr(config, name, None) for config in configs)
-            for name in ARGUMENTS
+            for name in SETTINGS
         }
+        spec_streamer = asked.get("spec_streamer")
+        check_spec_streamer(spec_streamer)
         config = SpecStateConfig.from_any(chosen["spec_config"])
         check_config(config)
         resolved: dict[str, Any] = {}
@@ -100,8 +107,9 @@ class SpecCall:
             in_call = [call_kwargs.get(argument) for argument in arguments]
             in_configs = [getattr(known, argument, None) for known in configs for argument in arguments]
             resolved[name] = _first([*in_call, getattr(config, name), *in_configs])
-        explicit = bool(chosen["return_spec_states"]) or chosen["spec_config"] is not None
-        return cls(config, resolved, bool(chosen["return_spec_states"]), explicit)
+        returns = bool(chosen["return_spec_states"])
+        explicit = returns or chosen["spec_config"] is not None or spec_streamer is not None
+        return cls(config, resolved, returns, explicit, spec_streamer)
 
     def with_assistant(self, assistant: PreTrainedModel | None) -> SpecStateConfig:
         """The complete configuration: what is open comes from the assistant's generation config, then from defaults."""
@@ -161,6 +169,10 @@ def decode(
         _needs_lockstep(logits_processor, stopping_criteria),
     ]
     batch_size = input_ids.shape[0]
+    clock, recorder = make_clock(input_ids.device), None
+    if call.return_spec_states or call.spec_streamer is not None:
+        prompts = [context.sequences.prompt(row) for row in range(batch_size)]
+        recorder = Recorder(config, prompts, clock, call.return_spec_states, call.spec_streamer)
     schedule = make_schedule(config, model, batch_size)
     width = config.tree_width if support.tree else 1
     return SpeculativeDecoding(
@@ -174,7 +186,8 @@ def decode(
         synced_gpus=synced_gpus,
         together=batch_size == 1 or any(needs_lockstep),
         rejection=config.acceptance == "rejection",
-        states=SpecStates(batch_size) if call.return_spec_states else None,
+        clock=clock,
+        recorder=recorder,
     ).run(input_ids)
 
 

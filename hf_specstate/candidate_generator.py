@@ -39,6 +39,7 @@ class SpecStateCandidateGenerator(CandidateGenerator):
         self.schedule = schedule
         self.width = width
         self.drafters: list[Drafter] = list(drafters)
+        self.planned: dict[int, int] = {}  # row -> most nodes that it was allowed in the last round
         self._merges = context.config.acceptance == "match"
         self._previous = DraftOutcome(0, TokenTree(), [], [])  # in the stock loop
         for drafter in drafters:
@@ -66,6 +67,7 @@ class SpecStateCandidateGenerator(CandidateGenerator):
             max_depth = max_length - sequences.length(row) - 1  # the target adds a token of its own
             if max_nodes > 0 and max_depth > 0:
                 requests.append(DraftRequest(row, sequences.tokens[row], max_nodes, max_depth, self.width))
+        self.planned = {request.row: request.max_nodes for request in requests}
         trees = {request.row: TokenTree() for request in requests}
         for drafter in list(self.drafters):
             open_requests = [request for request in requests if self._merges or not len(trees[request.row])]

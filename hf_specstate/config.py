@@ -6,6 +6,7 @@ from typing import Any
 
 ACCEPTANCE = ("match", "rejection")
 SCHEDULES = ("constant", "heuristic", "heuristic_transient")
+RECORD_LEVELS = ("ids", "topk", "full")
 
 
 @dataclass
@@ -41,6 +42,15 @@ class SpecStateConfig:
             In a batch, let all rows advance by the same number of tokens: slower, but a seed then gives the same
             sample as without speculation at any batch size. Needed rarely; chosen automatically where rows must not
             diverge.
+        record (`str`, *optional*, defaults to `"ids"`):
+            How much [`SpecStates`] hold of what the target answered to every drafted token: `"ids"`, its own choice and
+            the log-probability of the drafted token; `"topk"`, also its `record_top_k` likeliest tokens; `"full"`, also
+            its logits (and, with `output_hidden_states=True`, its last hidden state).
+        record_top_k (`int`, *optional*, defaults to 8):
+            Tokens to keep at `"topk"` and `"full"`.
+        record_max_bytes (`int`, *optional*, defaults to 2**30):
+            Most bytes of logits and hidden states that `"full"` keeps in one call. Rounds after that are recorded as at
+            `"topk"`, with a warning, and counted in [`SpecStates`].
         strict (`bool`, *optional*, defaults to `False`):
             Raise the errors of drafters instead of dropping the drafter with a warning.
     """
@@ -56,6 +66,9 @@ class SpecStateConfig:
     )
     confidence_threshold: float | None = field(default=None, metadata={"argument": "`assistant_confidence_threshold`"})
     lockstep: bool = False
+    record: str = field(default="ids", metadata={"choices": RECORD_LEVELS})
+    record_top_k: int = field(default=8, metadata={"least": 1})
+    record_max_bytes: int = field(default=2**30, metadata={"least": 0})
     strict: bool = False
 
     def __post_init__(self):

@@ -15,13 +15,15 @@ from transformers.generation import BaseStreamer
 from transformers.utils import ModelOutput
 
 from .candidate_generator import SpecStateCandidateGenerator
+from .clock import Clock
 from .compat import CACHE_NAME
 from .drafting import DraftOutcome
 from .logits_processor import SpecStateLogitsProcessor
 from .outputs import OutputCollector
+from .recording import Recorder
 from .selection import Selection
 from .sequences import Sequences
-from .states import SpecStates
+from .states import SpecRound
 from .stopping import StopCheck
 from .streaming import StreamRelay
 from .token_tree import TokenTree, TreeBatch
@@ -43,7 +45,8 @@ class SpeculativeDecoding:
             As `generate()` prepared them.
         together (`bool`): Rows advance together.
         rejection (`bool`): Accept by speculative sampling.
-        states ([`SpecStates`], *optional*): Where rounds are recorded.
+        clock ([`Clock`]): Times the rounds.
+        recorder ([`Recorder`], *optional*): Where they are recorded.
     """
 
     def __init__(
@@ -58,7 +61,8 @@ class SpeculativeDecoding:
         synced_gpus: bool,
         together: bool,
         rejection: bool,
-        states: SpecStates | None,
+        clock: Clock,
+        recorder: Recorder | None,
     ):
         self.target = target
         self.candidates = candidates
@@ -66,9 +70,10 @@ class SpeculativeDecoding:
         self.generation_config = generation_config
         self.synced_gpus = synced_gpus
         self.together = together
-        self.states = states
+        self.clock = clock
+        self.recorder = recorder
         self.num_rounds = 0
-        self.finished = [False] * sequences.batch_size
+        self.stop_reasons: list[str | None] = [None] * sequences.batch_size
         capture = SpecStateLogitsProcessor()
         self.collector = OutputCollector(
             generation_config, target.model.config.is_encoder_decoder, capture, sequences.batch_size, together
@@ -76,7 +81,7 @@ class SpeculativeDecoding:
         if self.collector.wants_scores:
             logits_processor = LogitsProcessorList([*logits_processor, capture])
         self.selection = Selection(logits_processor, generation_config.do_sample, sequences, together, rejection)
-        self.stop_check = StopCheck(stopping_criteria, sequences, together)
+        self.stop_check = StopCheck(stopping_criteria, sequences)
         self.relay = StreamRelay(streamer, sequences)
 
     def run(self, input_ids: torch.Tensor) -> ModelOutput | torch.Tensor:
@@ -88,6 +93,7 @@ class SpeculativeDecoding:
             What plain `generate()` returns, with `spec_states` if they are recorded.
         """
         model = self.target.model
+        self.began = self.drafted = self.clock.mark()
         outputs = self.target.prefill(input_ids)
         try:
             self.first_round(outputs)
@@ -107,20 +113,31 @@ class SpeculativeDecoding:
     def first_round(self, outputs: ModelOutput) -> None:
         """Round 0 takes the token that the prefill gives; there was nothing to draft or verify."""
         no_drafts = [TokenTree() for _ in self.finished]
+        self.verified = self.clock.mark()
         self.collector.prefill(outputs)
-        self.walk(outputs, no_drafts)
-        self.learn(no_drafts)
+        try:
+            self.walk(outputs, no_drafts)
+        finally:
+            outcomes = self.record(outputs, no_drafts)
+        self.learn(outcomes)
 
     def round(self) -> None:
         """Draft, plan, verify, walk, keep, learn."""
         trees = self.draft()
         batch = self.plan(trees)
+        self.drafted = self.clock.mark()
         outputs = self.target.forward(batch)
+        self.verified = self.clock.mark()
         try:
             self.walk(outputs, trees)
         finally:  # also when a streamer raised half-way: the cache then holds what was delivered, as in plain decoding
             self.keep(outputs)
-        self.learn(trees)
+            outcomes = self.record(outputs, trees)
+        self.learn(outcomes)
+
+    @property
+    def finished(self) -> list[bool]:
+        return [reason is not None for reason in self.stop_reasons]
 
     # ------------------------------------------------------------------ draft, plan
 
@@ -155,6 +172,7 @@ class SpeculativeDecoding:
         self.paths: list[list[int]] = [[] for _ in trees]  # the slots at which it was given a token
         self.selected = [0] * batch_size  # how many of them it selected itself; padding after its end is not counted
         self.starts = [self.sequences.num_new(row) for row in range(batch_size)]
+        self.had_finished = self.finished
         self.selection.start_round(self.answers(outputs), trees)
         walking = self.decoding_rows()
         while walking:
@@ -165,8 +183,8 @@ class SpeculativeDecoding:
             if self.together:
                 self.pad_finished_rows(walking)
             ended = self.stop_check(walking, self.collector.step_scores)
-            for row, has_ended in zip(walking, ended, strict=True):
-                self.finished[row] = self.finished[row] or has_ended
+            for row, reason in zip(walking, ended, strict=True):
+                self.stop_reasons[row] = self.stop_reasons[row] or reason
             self.relay.advance(self.finished)
             walking = self.step_down(walking, trees)
 
@@ -241,24 +259,51 @@ class SpeculativeDecoding:
             self.target.forward(self.plan(no_drafts))
             self.target.rows.keep([[0] if row in self.overtaken_rows() else [] for row in range(len(no_drafts))])
 
-    def learn(self, trees: list[TokenTree]) -> None:
-        """Tells drafters and schedule how it went, and records the round."""
-        outcomes = []
-        for row, count in enumerate(self.selected):
-            if not count:
-                continue
-            accepted = [slot - 1 for slot in self.paths[row][1:count]]
-            tokens = self.sequences.new_tokens(row, self.starts[row])[:count]
-            answers = self.selection.answers[row][: 1 + len(trees[row])] if self.candidates.wants_answers else []
-            outcomes.append(DraftOutcome(row, trees[row], accepted, tokens, answers))
-            if self.states is not None:
-                self.states.record(row, self.num_rounds, self.starts[row], trees[row], accepted, tokens[-1])
+    def record(self, outputs: ModelOutput, trees: list[TokenTree]) -> list[DraftOutcome]:
+        """What became of the trees; recorded, if anybody asked for it."""
+        outcomes = [self.outcome(row, tree) for row, tree in enumerate(trees) if self.selected[row]]
+        ended = self.clock.mark()
+        if self.recorder is not None and outcomes:
+            rounds = {outcome.row: self.spec_round(outcome) for outcome in outcomes}
+            self.recorder.add(rounds, (self.began, self.drafted, self.verified, ended), self.selection, outputs)
+        self.began = ended
         self.num_rounds += 1
+        return outcomes
+
+    def outcome(self, row: int, tree: TokenTree) -> DraftOutcome:
+        count = self.selected[row]
+        tokens = self.sequences.new_tokens(row, self.starts[row])[:count]
+        accepted = [slot - 1 for slot in self.paths[row][1:count]]
+        # the last token is the target's own, unless it was drafted too and the row went no further
+        last = tree.child(accepted[-1] if accepted else -1, tokens[-1])
+        accepted += [] if last is None else [last]
+        answers = self.selection.answers[row][: 1 + len(tree)] if self.candidates.wants_answers else []
+        return DraftOutcome(row, tree, accepted, tokens, answers)
+
+    def spec_round(self, outcome: DraftOutcome) -> SpecRound:
+        row, tree = outcome.row, outcome.tree
+        has_added = len(outcome.accepted) < len(outcome.token_ids)
+        return SpecRound(
+            index=self.num_rounds,
+            start=self.starts[row],
+            token_ids=tree.token_ids,
+            parents=tree.parents,
+            sources=tree.sources,
+            draft_logprobs=tree.log_probs,
+            accepted=outcome.accepted,
+            added_token_id=outcome.token_ids[-1] if has_added else None,
+            num_planned=self.candidates.planned.get(row, 0),
+            stop_reason=None if self.had_finished[row] else self.stop_reasons[row],
+        )
+
+    def learn(self, outcomes: list[DraftOutcome]) -> None:
+        """Tells drafters and schedule how it went."""
         self.selection.end_round()
         self.candidates.observe(outcomes)
 
     def result(self) -> ModelOutput | torch.Tensor:
         """What `generate()` returns."""
+        states = None if self.recorder is None else self.recorder.end()
         sequences = self.sequences.finished_ids()
         if not self.generation_config.return_dict_in_generate:
             return sequences
@@ -269,4 +314,4 @@ class SpeculativeDecoding:
                 fields["encoder_attentions"] = encoded.get("attentions")
             if self.generation_config.output_hidden_states:
                 fields["encoder_hidden_states"] = encoded.get("hidden_states")
-        return self.collector.build(fields, self.states)
+        return self.collector.build(fields, states)

@@ -8,6 +8,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import GenerationMode
 
 from .calls import ARGUMENTS, SpecCall, decode
+from .outputs import with_sums
 from .states import SpecStates
 
 # assistants that live inside transformers' own loop: they draft from the target's hidden states
@@ -77,8 +78,9 @@ class SpecStateMixin(_Base):
         """Whisper takes its outputs apart by row and puts back together the fields that it knows."""
         outputs = super()._stack_split_outputs(seek_outputs, *args, **kwargs)
         if seek_outputs[0].get("spec_states") is not None:
-            outputs["spec_states"] = states = SpecStates(len(seek_outputs))
-            states.sequences = [row["spec_states"] for row in seek_outputs]
+            states = SpecStates([row["spec_states"] for row in seek_outputs])
+            for name, value in with_sums(states, outputs["sequences"].device).items():
+                outputs[name] = value
         return outputs
 
     def __reduce_ex__(self, protocol):

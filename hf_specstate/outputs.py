@@ -22,9 +22,15 @@ class SpecDecoderOnlyOutput(GenerateDecoderOnlyOutput):
     Args:
         spec_states ([`SpecStates`], *optional*, returned when `return_spec_states=True`):
             What was drafted and accepted, by row and round.
+        num_target_forwards, num_drafted_tokens, num_accepted_tokens (`torch.LongTensor` of shape `(batch_size,)`,
+        *optional*, returned when `return_spec_states=True`):
+            Their sums, in a form that pipelines pass on. The prefill counts as a forward.
     """
 
     spec_states: SpecStates | None = None
+    num_target_forwards: torch.Tensor | None = None
+    num_drafted_tokens: torch.Tensor | None = None
+    num_accepted_tokens: torch.Tensor | None = None
 
 
 @dataclass
@@ -35,9 +41,26 @@ class SpecEncoderDecoderOutput(GenerateEncoderDecoderOutput):
     Args:
         spec_states ([`SpecStates`], *optional*, returned when `return_spec_states=True`):
             What was drafted and accepted, by row and round.
+        num_target_forwards, num_drafted_tokens, num_accepted_tokens (`torch.LongTensor` of shape `(batch_size,)`,
+        *optional*, returned when `return_spec_states=True`):
+            Their sums, in a form that pipelines pass on. The prefill counts as a forward.
     """
 
     spec_states: SpecStates | None = None
+    num_target_forwards: torch.Tensor | None = None
+    num_drafted_tokens: torch.Tensor | None = None
+    num_accepted_tokens: torch.Tensor | None = None
+
+
+def with_sums(spec_states: SpecStates, device: torch.device) -> dict[str, Any]:
+    """The fields that the speculative outputs have beside those of plain `generate()`."""
+    sums = {
+        "num_target_forwards": [sequence.num_forwards for sequence in spec_states],
+        "num_drafted_tokens": [sequence.num_drafted for sequence in spec_states],
+        "num_accepted_tokens": [sequence.num_accepted for sequence in spec_states],
+    }
+    tensors = {name: torch.tensor(values, dtype=torch.long, device=device) for name, values in sums.items()}
+    return {"spec_states": spec_states, **tensors}
 
 
 class OutputCollector:
@@ -135,7 +158,7 @@ class OutputCollector:
             fields[name] = first + self._stack_layers(by_row)
         if spec_states is not None:
             kind = SpecEncoderDecoderOutput if self._is_encoder_decoder else SpecDecoderOnlyOutput
-            return kind(**fields, spec_states=spec_states)
+            return kind(**fields, **with_sums(spec_states, fields["sequences"].device))
         return (GenerateEncoderDecoderOutput if self._is_encoder_decoder else GenerateDecoderOnlyOutput)(**fields)
 
     @staticmethod

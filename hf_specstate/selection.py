@@ -58,6 +58,7 @@ class Selection:
         """
         self.logits = logits
         self.trees = trees
+        self._answer_ids: torch.Tensor | None = None
         self._answers: list[list[int]] | None = None
 
     def end_round(self) -> None:
@@ -65,10 +66,17 @@ class Selection:
         self.logits = self.logits.new_empty(0)
 
     @property
+    def answer_ids(self) -> torch.Tensor:
+        """`torch.LongTensor` of shape `(batch_size, width)`: argmax of the raw logits after every slot."""
+        if self._answer_ids is None:
+            self._answer_ids = self.logits.argmax(dim=-1)
+        return self._answer_ids
+
+    @property
     def answers(self) -> list[list[int]]:
-        """`(batch_size, width)`: argmax of the raw logits after every slot, on the host."""
+        """The same on the host."""
         if self._answers is None:
-            self._answers = to_host(self.logits.argmax(dim=-1))
+            self._answers = to_host(self.answer_ids)
         return self._answers
 
     def select(self, rows: Sequence[int], slots: Sequence[int]) -> list[int]:

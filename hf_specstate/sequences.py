@@ -39,6 +39,10 @@ class Sequences:
         """Length of `row` as plain `generate()` counts it: the padded prompt and the new tokens."""
         return self.prompt_length + self.num_new(row)
 
+    def prompt(self, row: int) -> list[int]:
+        """The prompt of `row`, without padding."""
+        return self.tokens[row][: self._prompt_lengths[row]]
+
     def new_tokens(self, row: int, start: int = 0) -> list[int]:
         """The committed tokens of `row` from its `start`-th on."""
         return self.tokens[row][self._prompt_lengths[row] + start :]

@@ -1,7 +1,5 @@
 """The speculative states of a generation: what was drafted, what the target answered, what became of it."""
 
-import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -9,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .draft_statistics import DraftStatistics
 from .token_tree import depths_of
 
 if TYPE_CHECKING:
@@ -21,15 +20,13 @@ if TYPE_CHECKING:
 
     from .dense import Proposals, Scores
 
-STOP_REASONS = ("eos", "stop_string", "criterion", "length")
-
 
 @dataclass(eq=False)
 class SpecRound:
     """
     One row's part in one forward of the target. The forward runs over the row's last committed token (*slot* 0) and the
-    drafted nodes (node `i` in slot `1 + i`), and answers after each of them. "Raw" is what the model computed: no logits
-    processor, no temperature, no random draw.
+    drafted nodes (node `i` in slot `1 + i`), and answers after each of them. "Raw" is what the model computed: no
+    logits processor, no temperature, no random draw.
 
     Args:
         index (`int`): Number of the round in the generation. Round 0 is the prefill, which verifies nothing.
@@ -109,79 +106,6 @@ class SpecRound:
     def seconds(self) -> float:
         """All of the round, shared by the rows of its batch."""
         return self.draft_seconds + self.verify_seconds + self.other_seconds
-
-
-class DraftStatistics:
-    """What can be counted over rounds; of one row or of several."""
-
-    def _rounds(self) -> Iterable[SpecRound]:
-        raise NotImplementedError
-
-    @property
-    def num_tokens(self) -> int:
-        """Committed tokens: the new tokens of the sequence, without padding."""
-        return sum(len(spec_round.committed_token_ids) for spec_round in self._rounds())
-
-    @property
-    def num_forwards(self) -> int:
-        """Target forwards that the row took part in, the prefill included; summed over rows."""
-        return sum(1 for _ in self._rounds())
-
-    @property
-    def num_drafted(self) -> int:
-        """Drafted tokens that were verified."""
-        return sum(len(spec_round.token_ids) for spec_round in self._rounds())
-
-    @property
-    def num_accepted(self) -> int:
-        """Drafted tokens that were committed."""
-        return sum(spec_round.num_accepted for spec_round in self._rounds())
-
-    @property
-    def num_wasted(self) -> int:
-        """Drafted tokens that were verified for nothing: drafted - accepted."""
-        return self.num_drafted - self.num_accepted
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Accepted / drafted tokens; NaN if none was drafted."""
-        return self.num_accepted / self.num_drafted if self.num_drafted else math.nan
-
-    @property
-    def mean_tokens_per_forward(self) -> float:
-        """Tokens a target forward gave a row, the added one included and the prefill left out; NaN without any."""
-        sizes = [len(spec_round.committed_token_ids) for spec_round in self._rounds() if spec_round.index > 0]
-        return sum(sizes) / len(sizes) if sizes else math.nan
-
-    @property
-    def acceptance_by_depth(self) -> dict[int, float]:
-        """
-        Depth (1: the token right after the last committed one) -> of the rounds that drafted something so deep, the
-        share that accepted a node there.
-        """
-        drafted: Counter[int] = Counter()
-        accepted: Counter[int] = Counter()
-        for spec_round in self._rounds():
-            drafted.update(set(spec_round.depths))
-            accepted.update(range(1, 1 + spec_round.num_accepted))
-        return {depth: accepted[depth] / drafted[depth] for depth in sorted(drafted)}
-
-    @property
-    def drafted_by_source(self) -> dict[str, int]:
-        """Drafter -> how many of its tokens were verified."""
-        return dict(Counter(source for spec_round in self._rounds() for source in spec_round.sources))
-
-    @property
-    def accepted_by_source(self) -> dict[str, int]:
-        """Drafter -> how many of its tokens were committed."""
-        taken = Counter(spec_round.sources[node] for spec_round in self._rounds() for node in spec_round.accepted)
-        return {source: taken[source] for source in self.drafted_by_source}
-
-    @property
-    def acceptance_by_source(self) -> dict[str, float]:
-        """Drafter -> accepted / drafted tokens of it."""
-        accepted = self.accepted_by_source
-        return {source: accepted[source] / drafted for source, drafted in self.drafted_by_source.items()}
 
 
 @dataclass(eq=False)
@@ -346,7 +270,7 @@ class SpecStates(DraftStatistics):
         return to_dataset(self, by)
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """A `pandas.DataFrame` with one row for every round of every sequence, columns as in [`~SpecStates.to_dict`]."""
+        """A `pandas.DataFrame` with one row for every round; its columns are the fields of [`SpecRound`]."""
         from .export import to_pandas
 
         return to_pandas(self)

@@ -14,6 +14,8 @@ from transformers.generation.stopping_criteria import (
 from .host import to_host
 from .sequences import Sequences
 
+# why a row ends, most telling first, if several criteria end it at once
+REASONS = ("eos", "stop_string", "criterion", "length")
 # criteria that look at one row's tokens alone, by exact type: rows of different lengths may be checked separately
 STATELESS_CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
 COUNTABLE_CRITERIA = (EosTokenCriteria, MaxLengthCriteria)
@@ -24,13 +26,11 @@ class StopCheck:
     Args:
         criteria (`StoppingCriteriaList`): As `generate()` prepared them.
         sequences ([`Sequences`]): The tokens so far.
-        together (`bool`): All rows stand at the same length.
     """
 
-    def __init__(self, criteria: StoppingCriteriaList, sequences: Sequences, together: bool):
+    def __init__(self, criteria: StoppingCriteriaList, sequences: Sequences):
         self.criteria = criteria
         self.sequences = sequences
-        self.together = together
         self.pads_finished_rows = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         self._counted = all(
             type(criterion) in COUNTABLE_CRITERIA and not _may_warn(criterion) for criterion in criteria
@@ -39,27 +39,46 @@ class StopCheck:
         eos = [c.eos_token_id for c in criteria if type(c) is EosTokenCriteria]
         self._eos = {token for ids in eos for token in to_host(ids.reshape(-1))} if self._counted else set()
 
-    def __call__(self, rows: Sequence[int], scores: Sequence | None) -> list[bool]:
+    def __call__(self, rows: Sequence[int], scores: Sequence | None) -> list[str | None]:
         """
-        Whether each of `rows` has ended with its last token.
+        Why each of `rows` has ended with its last token, one of `REASONS`; None if it goes on.
 
         Args:
             rows (`list[int]`): The rows that have just been given a token.
             scores (`tuple`, *optional*): Passed on to the criteria, as plain decoding does.
         """
         if self._counted:  # end-of-sequence and length alone are decided without waiting for the device
-            return [self._has_ended(row) for row in rows]
-        if self.together:
-            ended = to_host(self.criteria(self.sequences.ids(self.sequences.length(rows[0])), scores))
-            return [ended[row] for row in rows]
+            return [self._counted_reason(row) for row in rows]
         lengths = [self.sequences.length(row) for row in rows]
-        by_length = {length: self.criteria(self.sequences.ids(length), scores) for length in set(lengths)}
-        stacked = torch.stack([by_length[length][row] for row, length in zip(rows, lengths, strict=True)])
-        return to_host(stacked)
+        by_length = {length: self._ask(length, scores) for length in set(lengths)}  # one, in lockstep
+        stacked = torch.stack([by_length[length][:, row] for row, length in zip(rows, lengths, strict=True)])
+        return [self._reason(ended) for ended in to_host(stacked)]
 
-    def _has_ended(self, row: int) -> bool:
+    def _ask(self, length: int, scores: Sequence | None) -> torch.Tensor:
+        """`torch.BoolTensor` of shape `(criteria, batch_size)`: each criterion is called once, as by its list."""
+        ids = self.sequences.ids(length)
+        ended = torch.zeros((len(self.criteria), ids.shape[0]), dtype=torch.bool, device=ids.device)
+        for place, criterion in enumerate(self.criteria):
+            ended[place] = ended[place] | criterion(ids, scores)
+        return ended
+
+    def _reason(self, ended: Sequence[bool]) -> str | None:
+        named = [_name(criterion) for criterion, has in zip(self.criteria, ended, strict=True) if has]
+        return min(named, key=REASONS.index, default=None)
+
+    def _counted_reason(self, row: int) -> str | None:
+        if self.sequences.tokens[row][-1] in self._eos:
+            return "eos"
         at_limit = self._max_length is not None and self.sequences.length(row) >= self._max_length
-        return at_limit or self.sequences.tokens[row][-1] in self._eos
+        return "length" if at_limit else None
+
+
+def _name(criterion) -> str:
+    if isinstance(criterion, EosTokenCriteria):
+        return "eos"
+    if isinstance(criterion, StopStringCriteria):
+        return "stop_string"
+    return "length" if isinstance(criterion, MaxLengthCriteria) else "criterion"
 
 
 def _may_warn(criterion) -> bool:

@@ -159,6 +159,21 @@ def speak_alike(tokenizer: PreTrainedTokenizerBase | None, assistant_tokenizer: 
     return tokenizer.get_vocab() == assistant_tokenizer.get_vocab()
 
 
+def check_spec_streamer(spec_streamer) -> None:
+    """
+    Raises:
+        TypeError: `spec_streamer` cannot be given rounds.
+    """
+    if spec_streamer is None:
+        return
+    for name in ("put_round", "end"):
+        if not callable(getattr(spec_streamer, name, None)):
+            raise TypeError(
+                f"`spec_streamer` needs the methods `put_round(row, spec_round)` and `end()`; a "
+                f"{type(spec_streamer).__name__} has no `{name}`."
+            )
+
+
 def check_config(config: SpecStateConfig) -> None:
     """
     Raises:

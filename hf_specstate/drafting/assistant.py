@@ -248,10 +248,12 @@ class _Growth:
 def answer_tail(outcome: DraftOutcome) -> list[int]:
     """
     What the target answered after the mismatch of a round, along the rest of the draft: a guess at what follows the
-    token that it added. Empty if the whole draft was accepted.
+    tokens that were committed. Empty if the whole draft was accepted.
     """
     node = outcome.accepted[-1] if outcome.accepted else -1
     tail: list[int] = []
+    if outcome.answers and len(outcome.accepted) == len(outcome.token_ids):
+        tail.append(outcome.answers[1 + node])  # the last token was drafted: this is no guess
     while True:
         children = [child for child, parent in enumerate(outcome.tree.parents) if parent == node]
         if not children or not outcome.answers:

@@ -72,8 +72,10 @@ class DraftOutcome:
     Args:
         row (`int`): The row.
         tree ([`TokenTree`]): What was verified.
-        accepted (`list[int]`): The accepted nodes, from the root down.
-        token_ids (`list[int]`): The tokens committed in this round: the accepted ones and the one the target added.
+        accepted (`list[int]`): The nodes whose tokens were committed, from the root down.
+        token_ids (`list[int]`):
+            The tokens committed in this round: the accepted ones and the one that the target added after them. (It adds
+            none if it stopped at a drafted one, at the end of a text or of what rows in lockstep have in common.)
         answers (`list[int]` of length `1 + nodes`):
             The target's raw choice (argmax of its unprocessed logits) after the root and after every node. Empty unless
             a drafter sets `wants_answers`.

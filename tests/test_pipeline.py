@@ -1,0 +1,96 @@
+"""Pipelines: the stock one carries sums, the registered one the full states."""
+
+import pytest
+import torch
+from families import noisy_copy, tiny
+from transformers import pipeline
+
+import hf_specstate
+from eval.random_model import byte_tokenizer
+
+TEXTS = ["ab ab ab ab", "once upon a time, once upon"]
+OPTIONS = dict(max_new_tokens=16, do_sample=False)
+CHAT = [{"role": "user", "content": "hello hello"}]
+
+
+@pytest.fixture
+def parts():
+    tokenizer = byte_tokenizer()
+    tokenizer.padding_side = "left"
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    model = tiny("llama", vocab_size=300)
+    return model, noisy_copy(model), tokenizer
+
+
+def states_of(model, draft, tokenizer, text: str, **options):
+    """What a direct call records."""
+    inputs = tokenizer(text, return_tensors="pt")
+    hf_specstate.enable(model)
+    return model.generate(**inputs, assistant_model=draft, return_spec_states=True, **OPTIONS, **options).spec_states
+
+
+def told(states) -> list:
+    return [[(r.index, r.token_ids, r.accepted, r.target_token_ids) for r in sequence] for sequence in states]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_the_stock_pipeline_carries_the_sums(parts, batch_size):
+    model, draft, tokenizer = parts
+    pipe = pipeline("text-generation", model=hf_specstate.enable(model), tokenizer=tokenizer, assistant_model=draft)
+    records = pipe(TEXTS, batch_size=batch_size, return_spec_states=True, **OPTIONS)
+    for text, (record,) in zip(TEXTS, records, strict=True):
+        (sequence,) = states_of(*parts, text)
+        assert record["num_accepted_tokens"] == sequence.num_accepted > 0
+        assert record["num_drafted_tokens"] == sequence.num_drafted > sequence.num_accepted
+        assert record["num_target_forwards"] == len(sequence)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("num_return_sequences", [1, 2])
+def test_records_carry_the_states(parts, batch_size, num_return_sequences):
+    model, draft, tokenizer = parts
+    plain = pipeline("text-generation", model=model, tokenizer=tokenizer)(TEXTS, **OPTIONS)
+    pipe = pipeline("speculative-text-generation", model=model, tokenizer=tokenizer, assistant_model=draft)
+    assert hf_specstate.is_enabled(model)
+    options = OPTIONS | dict(num_return_sequences=num_return_sequences, batch_size=batch_size)
+    records = pipe(TEXTS, **options, spec_config={"strict": True, "tree_width": 2})
+    for text, want, got in zip(TEXTS, plain, records, strict=True):
+        assert len(got) == num_return_sequences
+        for record in got:
+            assert record["generated_text"] == want[0]["generated_text"]
+            states = record["spec_states"]
+            (sequence,) = states
+            assert sequence.prompt_token_ids == tokenizer(text)["input_ids"]
+            assert tokenizer.decode(sequence.prompt_token_ids + sequence.token_ids) == record["generated_text"]
+            assert told(states) == told(states_of(*parts, text, spec_config={"tree_width": 2}))
+
+
+def test_one_prompt_a_chat_and_no_assistant(parts):
+    model, _, tokenizer = parts
+    pipe = pipeline("speculative-text-generation", model=model, tokenizer=tokenizer)
+    (record,) = pipe(TEXTS[0], **OPTIONS)
+    assert record["spec_states"].num_tokens == 16
+    (record,) = pipe(CHAT, **OPTIONS)
+    assert record["generated_text"][-1]["role"] == "assistant"
+    assert record["generated_text"][-1]["content"] == tokenizer.decode(record["spec_states"][0].token_ids)
+    (one,), (two,) = pipe([CHAT, CHAT], batch_size=2, **OPTIONS)
+    assert told(one["spec_states"]) == told(two["spec_states"]) == told(record["spec_states"])
+
+
+def test_a_spec_streamer_is_served_too(parts):
+    model, draft, tokenizer = parts
+
+    class Notes:
+        rounds, ended = 0, 0
+
+        def put_round(self, row, spec_round):
+            self.rounds += 1
+
+        def end(self):
+            self.ended += 1
+
+    notes = Notes()
+    pipe = pipeline("speculative-text-generation", model=model, tokenizer=tokenizer, assistant_model=draft)
+    (record,) = pipe(TEXTS[0], spec_streamer=notes, **OPTIONS)
+    assert (notes.rounds, notes.ended) == (record["spec_states"].num_forwards, 1)
+    assert torch.is_tensor(model.generate(torch.tensor([[1, 2]]), **OPTIONS))
