@@ -16,7 +16,7 @@ NO_TOKEN = -1  # in a place that nothing was drafted for
 @dataclass
 class Proposals:
     """
-    What was drafted. `rounds` counts from the prefill, `nodes` to the largest tree; rows and rounds with fewer are padded.
+    What was drafted. `rounds` counts from the prefill, `nodes` up to the largest tree; what is shorter is padded.
 
     Args:
         proposal_token_ids (`torch.LongTensor` of shape `(rows, rounds, nodes)`): The drafted tokens, padded with -1.

@@ -1,6 +1,6 @@
 """
-States as bytes: columns as tensors in the safetensors format, and the rest as JSON in its header. Nothing in such a file
-is ever executed; what is damaged, cut short or newer is refused.
+States as bytes: columns as tensors in the safetensors format, and the rest as JSON in its header. Nothing in such a
+file is ever executed; what is damaged, cut short or newer is refused.
 """
 
 import hashlib

@@ -7,18 +7,26 @@ import time
 import pytest
 import torch
 from families import noisy_copy, prompt, tiny
-from transformers import DynamicCache, LogitsProcessorList
+from tokenizers import Tokenizer, decoders, models
+from transformers import DynamicCache, LogitsProcessorList, PreTrainedTokenizerFast
 
 import hf_specstate
-from eval.random_model import byte_tokenizer
 
+VOCAB = 64
 OPTIONS = dict(max_new_tokens=24, do_sample=False)
 CONFIG = {"max_nodes": 4, "tree_width": 2, "strict": True}
 
 
 @pytest.fixture
 def model():
-    return hf_specstate.enable(tiny("llama", vocab_size=300))
+    return hf_specstate.enable(tiny("llama", vocab_size=VOCAB))
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """A word for every token."""
+    words = Tokenizer(models.WordLevel({f"word{place}": place for place in range(VOCAB)}, unk_token="word0"))
+    words.decoder = decoders.WordPiece(cleanup=False)
+    return PreTrainedTokenizerFast(tokenizer_object=words)
 
 
 def drafting(model, **kwargs) -> dict:
@@ -33,7 +41,7 @@ def batch() -> torch.Tensor:
 
 @pytest.mark.parametrize("make_inputs", [prompt, batch])
 def test_events_are_the_rounds_and_the_text(model, make_inputs):
-    tokenizer, inputs, options = byte_tokenizer(), make_inputs(), drafting(model)
+    tokenizer, inputs, options = word_tokenizer(), make_inputs(), drafting(model)
     want = model.generate(inputs, **options)
     events = hf_specstate.stream(model, inputs, tokenizer=tokenizer, **options)
     seen = list(events)
