@@ -2,9 +2,10 @@
 Recording the rounds of a generation as [`SpecStates`].
 
 What the host knows anyway is written down at once; what lies on the device stays there, a few numbers a node, and is
-fetched when the generation ends, or after each round if somebody streams them. Until then a round takes, on the device, 12
-bytes a slot (a slot is a token that the forward ran over) of every row, 12 `record_top_k` more at `"topk"`, and at `"full"`
-the logits in the model's dtype and the last hidden state if there is one: `record_max_bytes` at most in all rounds.
+fetched when the generation ends, or after each round if somebody streams them. Until then a round takes, on the
+device, 12 bytes a slot (a token that the forward ran over) of every row, 12 `record_top_k` more at `"topk"`, and at
+`"full"` the logits in the model's dtype and the last hidden state if there is one: `record_max_bytes` at most in all
+rounds together.
 """
 
 import logging
