@@ -67,7 +67,9 @@ def to_dataset(states: SpecStates, by: str) -> "datasets.Dataset":
     if by not in ("round", "sequence"):
         raise ValueError(f"`by` must be 'round' or 'sequence', got {by!r}.")
     rows = list(_rounds_with_context(states) if by == "round" else _sequences(states))
-    return Dataset.from_list(rows, features=_features(by))
+    features = _features(by)
+    # column by column: of no rows at all `from_list` makes no columns
+    return Dataset.from_dict({name: [row[name] for row in rows] for name in features}, features=features)
 
 
 def to_pandas(states: SpecStates) -> "pandas.DataFrame":

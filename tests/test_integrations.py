@@ -106,7 +106,14 @@ def test_text_generation_pipeline(texts, options, shape):
     speculative = pipeline("text-generation", model=model, tokenizer=tokenizer, assistant_model=draft)
     assert speculative(texts, spec_config=shape, **options) == want
     if CACHE_NAME == "cache" or "batch_size" not in options:  # older pipelines cannot batch further outputs of any kind
-        assert speculative(texts, spec_config=shape, return_spec_states=True, **options) == want
+        got = speculative(texts, spec_config=shape, return_spec_states=True, **options)
+        assert without_sums(got) == want
+
+
+def without_sums(records):
+    if isinstance(records, list):
+        return [without_sums(record) for record in records]
+    return {name: value for name, value in records.items() if not name.startswith("num_")}
 
 
 def test_pipeline_with_several_sequences_per_prompt():

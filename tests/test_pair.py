@@ -128,21 +128,23 @@ TREE = TokenTree.from_paths([[10, 11, 12], [20, 21], [10, 15]], "any")  # nodes 
 
 
 @pytest.mark.parametrize(
-    ("tree", "accepted", "answers", "tail"),
+    ("tree", "accepted", "added", "answers", "tail"),
     [
-        (CHAIN, [], [90, 91, 92, 93], [91, 92, 93]),
-        (CHAIN, [0], [10, 91, 92, 93], [92, 93]),
-        (CHAIN, [0, 1, 2], [10, 11, 12, 93], []),
-        (CHAIN, [0], [], []),
-        (TokenTree(), [], [90], []),
-        (TREE, [], [90, 91, 92, 93, 94, 95, 96], [91, 92, 93]),
-        (TREE, [3], [20, 91, 92, 93, 94, 95, 96], [95]),
-        (TREE, [0, 5], [10, 15, 92, 93, 94, 95, 96], []),
+        (CHAIN, [], [90], [90, 91, 92, 93], [91, 92, 93]),
+        (CHAIN, [0], [91], [10, 91, 92, 93], [92, 93]),
+        (CHAIN, [0, 1, 2], [93], [10, 11, 12, 93], []),
+        (CHAIN, [0, 1], [], [10, 11, 92, 93], [92, 93]),
+        (CHAIN, [0], [91], [], []),
+        (TokenTree(), [], [90], [90], []),
+        (TREE, [], [90], [90, 91, 92, 93, 94, 95, 96], [91, 92, 93]),
+        (TREE, [3], [91], [20, 91, 92, 93, 94, 95, 96], [95]),
+        (TREE, [0, 5], [96], [10, 15, 92, 93, 94, 95, 96], []),
     ],
-    ids=["none", "one", "all", "no answers", "no draft", "tree, none", "second branch", "leaf"],
+    ids=["none", "one", "all", "stopped in it", "no answers", "no draft", "tree, none", "second branch", "leaf"],
 )
-def test_answer_tail(tree, accepted, answers, tail):
-    assert answer_tail(DraftOutcome(0, tree, accepted, [], answers)) == tail
+def test_answer_tail(tree, accepted, added, answers, tail):
+    tokens = [tree.token_ids[node] for node in accepted] + added
+    assert answer_tail(DraftOutcome(0, tree, accepted, tokens, answers)) == tail
 
 
 def drafts(conditioning: float, plain) -> list[list[int]]:

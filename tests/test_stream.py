@@ -78,7 +78,7 @@ def test_an_error_comes_after_every_round_before_it(model):
 
     class Notes:
         def put(self, value):
-            delivered.extend(value.tolist())
+            delivered.extend(value.reshape(-1).tolist())
 
         def end(self):
             raise AssertionError
