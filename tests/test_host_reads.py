@@ -71,6 +71,15 @@ def batch_of_three() -> dict[str, torch.Tensor]:
 
 
 INPUTS = {"one row": lambda: {"inputs": prompt()}, "ragged rows": batch_of_three}
+FINAL_READS = 3  # at most: what was recorded on the device is fetched when the generation is over
+
+
+def assert_one_read_each(rounds: list[list[str]]) -> None:
+    """Also while everything is recorded; the last round is followed by the final reads."""
+    *rounds, last = rounds
+    assert rounds == [["to_host"]] * len(rounds)
+    assert 1 <= len(last) <= 1 + FINAL_READS
+    assert last == ["to_host"] * len(last)
 
 
 @pytest.mark.parametrize("eos_token_id", [None, 2])
@@ -81,7 +90,7 @@ def test_one_read_a_round_without_an_assistant(log, inputs, eos_token_id):
     rounds = log.after_each("target")
     assert len(rounds) == max(spec_round.index for row in out.spec_states for spec_round in row)
     assert sum(row.num_accepted for row in out.spec_states) > 0
-    assert rounds == [["to_host"]] * len(rounds)
+    assert_one_read_each(rounds)
 
 
 @pytest.mark.parametrize("tree_width", [1, 2])
@@ -98,8 +107,37 @@ def test_one_read_a_step_of_an_assistant(log, inputs, tree_width):
     )
     assert sum(row.num_accepted for row in out.spec_states) > 0
     rounds, steps = log.after_each("target"), log.after_each("assistant")
-    assert rounds == [["to_host"]] * len(rounds)
+    assert_one_read_each(rounds)
     assert steps == [["to_host"]] * len(steps)
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("drafter", ["assistant", "prompt_lookup"])
+@pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS)
+def test_recording_reads_nothing_on_the_way(log, inputs, drafter, do_sample):
+    target, draft = tiny("llama"), noisy_copy(tiny("llama"))
+    log.watch(hf_specstate.enable(target), "target"), log.watch(draft, "assistant")
+
+    def events(**recording) -> list:
+        log.clear()
+        torch.manual_seed(0)
+        target.generate(
+            **inputs(),
+            assistant_model=draft,
+            spec_config={"drafters": [drafter], "max_nodes": 4},
+            do_sample=do_sample,
+            max_new_tokens=NEW_TOKENS,
+            return_dict_in_generate=True,
+            **recording,
+        )
+        return list(log)
+
+    events()  # finds out, once, what the models can do
+    silent, recorded = events(), events(return_spec_states=True)
+    assert [event for event in recorded if event[0] == "target"] == [event for event in silent if event[0] == "target"]
+    assert len(log.after_each("target")) > FINAL_READS  # so that a read a round would be seen
+    assert 0 <= len(recorded) - len(silent) <= FINAL_READS
+    assert {event for event in recorded if isinstance(event, str)} == {"to_host"}
 
 
 @pytest.mark.parametrize("read", ["bool(x)", "int(x)", "x.item()", "x.tolist()", "[0, 1][x]", "x.cpu()"])
