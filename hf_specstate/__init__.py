@@ -2,7 +2,8 @@
 
 from .candidate_generator import SpecStateCandidateGenerator
 from .config import SpecStateConfig
-from .distributed import gather_spec_states
+from .distributed import gather_spec_states, synchronize_draft_history
+from .draft_history import DraftHistory, TenantHistory
 from .drafting import DRAFTERS, Drafter
 from .enabling import disable, enable, is_enabled
 from .logits_processor import SpecStateLogitsProcessor
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DRAFTERS",
+    "DraftHistory",
     "Drafter",
     "ModelSupport",
     "SpecDecoderOnlyOutput",
@@ -32,6 +34,7 @@ __all__ = [
     "SpecStream",
     "SpecStreamer",
     "SpeculativeTextGenerationPipeline",
+    "TenantHistory",
     "TokenTree",
     "disable",
     "enable",
@@ -39,4 +42,5 @@ __all__ = [
     "is_enabled",
     "probe",
     "stream",
+    "synchronize_draft_history",
 ]

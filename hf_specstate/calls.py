@@ -21,6 +21,7 @@ from .clock import make_clock
 from .compat import CACHE_NAME
 from .config import SpecStateConfig
 from .decoding import SpeculativeDecoding
+from .draft_history import HistoryOfRows
 from .drafting import DRAFTERS, DraftContext, Drafter
 from .drafting.early_exit import early_exit_view
 from .model_support import probe
@@ -41,9 +42,15 @@ from .validation import (
 )
 from .verification import CachedModel
 
-ARGUMENTS = ("return_spec_states", "spec_config", "spec_streamer")  # of `generate()`, beside transformers' own
+ARGUMENTS = (
+    "return_spec_states",
+    "spec_config",
+    "spec_streamer",
+    "draft_history",
+)  # of `generate()`, beside transformers' own
 SETTINGS = ("return_spec_states", "spec_config")  # those that a generation config may hold
 DEFAULTS = {"max_nodes": 8, "schedule": "constant"}
+WITHOUT_ASSISTANT = ["history", "previous_drafts", "recycling"]  # drafters
 # field of SpecStateConfig -> generation arguments of transformers with the same meaning
 TRANSFORMERS_ARGUMENTS = {
     "max_nodes": ("prompt_lookup_num_tokens", "num_assistant_tokens"),
@@ -62,6 +69,7 @@ class SpecCall:
         resolved (`dict`): Its fields that have an equivalent among transformers' arguments; None where nothing is set.
         return_spec_states (`bool`): Record the states.
         spec_streamer ([`SpecStreamer`], *optional*): Gets every round as it ends.
+        draft_history (*optional*): See [`HistoryOfRows`].
         is_explicit (`bool`): One of this package's own arguments was used, rather than an assistant alone.
         assistant_model (`PreTrainedModel`, *optional*): Of models that do not hand it to the decoding method (Whisper).
     """
@@ -71,6 +79,7 @@ class SpecCall:
     return_spec_states: bool
     is_explicit: bool
     spec_streamer: SpecStreamer | None = None
+    draft_history: Any = None
     assistant_model: PreTrainedModel | None = None
 
     def __deepcopy__(self, memo) -> "SpecCall":
@@ -108,8 +117,9 @@ class SpecCall:
             in_configs = [getattr(known, argument, None) for known in configs for argument in arguments]
             resolved[name] = _first([*in_call, getattr(config, name), *in_configs])
         returns = bool(chosen["return_spec_states"])
-        explicit = returns or chosen["spec_config"] is not None or spec_streamer is not None
-        return cls(config, resolved, returns, explicit, spec_streamer)
+        draft_history = asked.get("draft_history")
+        explicit = returns or any(value is not None for value in (chosen["spec_config"], spec_streamer, draft_history))
+        return cls(config, resolved, returns, explicit, spec_streamer, draft_history)
 
     def with_assistant(self, assistant: PreTrainedModel | None) -> SpecStateConfig:
         """The complete configuration: what is open comes from the assistant's generation config, then from defaults."""
@@ -148,6 +158,11 @@ def decode(
         assistant_model = early_exit_view(model, generation_config.assistant_early_exit)
     alike = assistant_model is None or speak_alike(tokenizer, assistant_tokenizer)
     config = call.with_assistant(assistant_model)
+    batch_size = input_ids.shape[0]
+    history = None
+    if call.draft_history is not None:
+        vocab_size = model.config.get_text_config(decoder=True).vocab_size
+        history = HistoryOfRows(call.draft_history, batch_size, vocab_size)
     context = DraftContext(
         model=model,
         sequences=_sequences(model, input_ids, generation_config, model_kwargs),
@@ -160,6 +175,7 @@ def decode(
         assistant_model=assistant_model,
         tokenizer=tokenizer,
         assistant_tokenizer=None if alike else assistant_tokenizer,
+        draft_history=history,
     )
     drafters = _make_drafters(context)
     needs_lockstep = [
@@ -168,14 +184,13 @@ def decode(
         *(drafter.needs_lockstep(context) for drafter in drafters),
         _needs_lockstep(logits_processor, stopping_criteria),
     ]
-    batch_size = input_ids.shape[0]
     clock, recorder = make_clock(input_ids.device), None
     if call.return_spec_states or call.spec_streamer is not None:
         prompts = [context.sequences.prompt(row) for row in range(batch_size)]
         recorder = Recorder(config, prompts, clock, call.return_spec_states, call.spec_streamer)
     schedule = make_schedule(config, model, batch_size)
-    width = config.tree_width if support.tree else 1
-    return SpeculativeDecoding(
+    width = config.tree_width if support.tree and config.acceptance == "match" else 1
+    decoding = SpeculativeDecoding(
         target=CachedModel(model, model_kwargs, generation_config, support),
         candidates=SpecStateCandidateGenerator(context, drafters, schedule, width),
         sequences=context.sequences,
@@ -188,7 +203,11 @@ def decode(
         rejection=config.acceptance == "rejection",
         clock=clock,
         recorder=recorder,
-    ).run(input_ids)
+    )
+    output = decoding.run(input_ids)
+    if history is not None:
+        history.add(context.sequences.tokens)
+    return output
 
 
 def _sequences(
@@ -203,8 +222,13 @@ def _make_drafters(context: DraftContext) -> list[Drafter]:
     """A copy of its own of every drafter that the call asks for, so that calls share nothing."""
     named = context.config.drafters
     if named is None:
-        lookup = context.assistant_model is None or context.generation_config.prompt_lookup_num_tokens is not None
-        named = ["prompt_lookup" if lookup else "assistant" if context.assistant_tokenizer is None else "stock"]
+        if context.generation_config.prompt_lookup_num_tokens is not None:
+            named = ["prompt_lookup"]
+        elif context.assistant_model is None:
+            named = WITHOUT_ASSISTANT
+        else:
+            earlier = [] if context.draft_history is None else ["history"]
+            named = [*earlier, "assistant" if context.assistant_tokenizer is None else "stock"]
     return [copy.copy(drafter) if isinstance(drafter, Drafter) else DRAFTERS[drafter]() for drafter in named]
 
 

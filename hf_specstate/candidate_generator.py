@@ -7,6 +7,7 @@ import torch
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from .drafting import DraftContext, Drafter, DraftOutcome, DraftRequest
+from .drafting.mixture import mix
 from .scheduling import ConstantLength, HeuristicLength
 from .token_tree import TokenTree
 
@@ -23,7 +24,7 @@ class SpecStateCandidateGenerator(CandidateGenerator):
         context ([`DraftContext`]): The generation.
         drafters (`list[Drafter]`): Who proposes; started here.
         schedule: How many nodes a row may have.
-        width (`int`): Most children of a node.
+        width (`int`, *optional*): Most children of a node; each drafter's own default if absent.
     """
 
     requires_model_outputs = False
@@ -33,7 +34,7 @@ class SpecStateCandidateGenerator(CandidateGenerator):
         context: DraftContext,
         drafters: Sequence[Drafter],
         schedule: ConstantLength | HeuristicLength,
-        width: int = 1,
+        width: int | None = None,
     ):
         self.context = context
         self.schedule = schedule
@@ -50,6 +51,11 @@ class SpecStateCandidateGenerator(CandidateGenerator):
         """Whether a drafter learns from what the target answered at nodes that were not accepted."""
         return any(drafter.wants_answers for drafter in self.drafters)
 
+    @property
+    def wants_logits(self) -> bool:
+        """Whether a drafter learns from the target's scores."""
+        return any(drafter.wants_logits for drafter in self.drafters)
+
     # ------------------------------------------------------------------ for the package's loop
 
     def propose(self, rows: Sequence[int], room: int | None = None) -> list[TokenTree]:
@@ -61,29 +67,31 @@ class SpecStateCandidateGenerator(CandidateGenerator):
             room (`int`, *optional*): Most nodes that the target's cache has slots for.
         """
         sequences, max_length = self.context.sequences, self.context.generation_config.max_length
-        requests = []
+        limits: dict[int, tuple[int, int]] = {}  # row -> most nodes, greatest depth
         for row in rows:
             max_nodes = self.schedule.max_nodes(row) if room is None else min(self.schedule.max_nodes(row), room)
             max_depth = max_length - sequences.length(row) - 1  # the target adds a token of its own
             if max_nodes > 0 and max_depth > 0:
-                requests.append(DraftRequest(row, sequences.tokens[row], max_nodes, max_depth, self.width))
-        self.planned = {request.row: request.max_nodes for request in requests}
-        trees = {request.row: TokenTree() for request in requests}
+                limits[row] = (max_nodes, max_depth)
+        self.planned = {row: max_nodes for row, (max_nodes, _) in limits.items()}
+        proposals: dict[int, list[TokenTree]] = {row: [] for row in limits}
         for drafter in list(self.drafters):
-            open_requests = [request for request in requests if self._merges or not len(trees[request.row])]
-            if not open_requests:
+            # under "rejection" the first drafter that has something to say has the row for itself
+            asked = [row for row in limits if self._merges or not proposals[row]]
+            if not asked:
                 break
-            proposals = self._guarded(drafter, self._ask, drafter, open_requests)
-            for request, proposal in zip(open_requests, proposals or (), strict=False):
-                known = trees[request.row]
-                if len(known):
-                    merged = known.merge(proposal, request.max_nodes)
-                    proposal = merged.cut(request.max_nodes, request.max_depth, request.width)
-                trees[request.row] = proposal
+            for row, tree in zip(asked, self._guarded(drafter, self._ask, drafter, asked, limits) or (), strict=False):
+                proposals[row] += [tree] if len(tree) else []
+        trees = {row: mix(proposals[row], *limit, self.width) for row, limit in limits.items() if proposals[row]}
         return [trees.get(row, TokenTree()) for row in range(sequences.batch_size)]
 
-    def _ask(self, drafter: Drafter, requests: Sequence[DraftRequest]) -> list[TokenTree]:
+    def _ask(self, drafter: Drafter, rows: Sequence[int], limits: dict[int, tuple[int, int]]) -> list[TokenTree]:
         """A drafter's proposals, made sure that they are trees of this vocabulary within their limits."""
+        tokens, width = self.context.sequences.tokens, self.width or drafter.default_width
+        requests = [
+            DraftRequest(row, tokens[row], max_nodes, max_depth, width or max_nodes)
+            for row, (max_nodes, max_depth) in ((row, limits[row]) for row in rows)
+        ]
         proposals = drafter.propose_rows(requests)
         if len(proposals) != len(requests):
             raise ValueError(f"{len(proposals)} proposals for {len(requests)} rows")

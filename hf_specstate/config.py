@@ -19,14 +19,16 @@ class SpecStateConfig:
     Args:
         drafters (`list[str | Drafter]`, *optional*):
             Who proposes, by name (see `hf_specstate.DRAFTERS`) or as an object. Defaults to `["assistant"]` with an
-            assistant model (or early exit), `["stock"]` with an assistant of another tokenizer, and
-            `["prompt_lookup"]` otherwise. The proposals of several drafters are merged into one tree, the first named
-            first; under `"rejection"` the first that has something to propose is used.
+            assistant model (or early exit), `["stock"]` with an assistant of another tokenizer, `["prompt_lookup"]`
+            with `prompt_lookup_num_tokens`, and `["history", "previous_drafts", "recycling"]` otherwise. The proposals
+            of several drafters are merged into one tree of the tokens that are most likely accepted; under
+            `"rejection"` the first drafter that has something to propose is used.
         max_nodes (`int`, *optional*, defaults to 8):
             Most tokens drafted for a row in one round: the length of a chain, the size of a tree. The call arguments
             `num_assistant_tokens` and `prompt_lookup_num_tokens` go before it.
-        tree_width (`int`, *optional*, defaults to 1):
-            Most alternatives drafted for one position. 1 drafts a chain. Models that cannot verify a tree get a chain.
+        tree_width (`int`, *optional*):
+            Most alternatives drafted for one position; 1 drafts a chain. Defaults to 1 for an assistant, which has to
+            run each alternative, and to no limit for other drafters. Models that cannot verify a tree get a chain.
         acceptance (`str`, *optional*, defaults to `"match"`):
             `"match"` accepts a drafted token if the target, decoding as usual, chose the same one. `"rejection"` is
             speculative sampling (https://huggingface.co/papers/2211.17192) of chains drawn from an assistant; it
@@ -59,7 +61,7 @@ class SpecStateConfig:
     max_nodes: int | None = field(
         default=None, metadata={"least": 0, "argument": "`num_assistant_tokens` or `prompt_lookup_num_tokens`"}
     )
-    tree_width: int = field(default=1, metadata={"least": 1})
+    tree_width: int | None = field(default=None, metadata={"least": 1})
     acceptance: str = field(default="match", metadata={"choices": ACCEPTANCE})
     schedule: str | None = field(
         default=None, metadata={"choices": SCHEDULES, "argument": "`num_assistant_tokens_schedule`"}

@@ -278,7 +278,8 @@ class SpeculativeDecoding:
         last = tree.child(accepted[-1] if accepted else -1, tokens[-1])
         accepted += [] if last is None else [last]
         answers = self.selection.answers[row][: 1 + len(tree)] if self.candidates.wants_answers else []
-        return DraftOutcome(row, tree, accepted, tokens, answers)
+        logits = self.selection.logits[row, : 1 + len(tree)] if self.candidates.wants_logits else None
+        return DraftOutcome(row, tree, accepted, tokens, answers, logits)
 
     def spec_round(self, outcome: DraftOutcome) -> SpecRound:
         row, tree = outcome.row, outcome.tree
@@ -298,8 +299,10 @@ class SpeculativeDecoding:
 
     def learn(self, outcomes: list[DraftOutcome]) -> None:
         """Tells drafters and schedule how it went."""
-        self.selection.end_round()
         self.candidates.observe(outcomes)
+        for outcome in outcomes:
+            outcome.logits = None
+        self.selection.end_round()
 
     def result(self) -> ModelOutput | torch.Tensor:
         """What `generate()` returns."""

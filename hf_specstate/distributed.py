@@ -1,9 +1,10 @@
-"""Speculative states of several processes."""
+"""Speculative states and draft histories of several processes."""
 
 from typing import TYPE_CHECKING
 
 import torch
 
+from .draft_history import DraftHistory
 from .state_files import from_bytes, to_bytes
 from .states import SpecStates
 
@@ -22,10 +23,30 @@ def gather_spec_states(accelerator: "Accelerator", states: SpecStates) -> SpecSt
     """
     if accelerator.num_processes == 1:
         return states
-    data = torch.frombuffer(bytearray(to_bytes(states)), dtype=torch.uint8).to(accelerator.device)
+    return SpecStates.concatenate([from_bytes(data) for data in _gather(accelerator, to_bytes(states))])
+
+
+def synchronize_draft_history(accelerator: "Accelerator", history: DraftHistory) -> None:
+    """
+    Gives the history of every process the texts of all of them, those of the first process as the oldest. All of them
+    must call it.
+
+    Args:
+        accelerator (`Accelerator`): Of the script.
+        history ([`DraftHistory`]): Of this process.
+    """
+    if accelerator.num_processes == 1:
+        return
+    parts = [DraftHistory.from_bytes(data) for data in _gather(accelerator, history.to_bytes())]
+    history.clear()
+    for part in parts:
+        history.merge(part)
+
+
+def _gather(accelerator: "Accelerator", own: bytes) -> list[bytes]:
+    """What every process has, first process first."""
+    data = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(accelerator.device)
     lengths = accelerator.gather(torch.tensor([data.numel()], device=accelerator.device)).tolist()
     gathered = accelerator.gather(accelerator.pad_across_processes(data)).cpu()
     parts = gathered.split(max(lengths))
-    return SpecStates.concatenate(
-        [from_bytes(part[:length].numpy().tobytes()) for part, length in zip(parts, lengths, strict=True)]
-    )
+    return [part[:length].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]

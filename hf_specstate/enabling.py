@@ -2,6 +2,7 @@
 
 from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
@@ -14,8 +15,12 @@ from .states import SpecStates
 # assistants that live inside transformers' own loop: they draft from the target's hidden states
 STOCK_ONLY_ASSISTANTS = ("Gemma4Assistant", "Gemma4UnifiedAssistant")
 
+if TYPE_CHECKING:
+    from .draft_history import DraftHistory, TenantHistory
+
 _Base: Any = GenerationMixin if TYPE_CHECKING else object  # what the class will stand before
 _classes: dict[type, type] = {}
+_histories: "WeakKeyDictionary[PreTrainedModel, Any]" = WeakKeyDictionary()  # given to `enable`
 _lock = Lock()
 
 
@@ -32,6 +37,8 @@ class SpecStateMixin(_Base):
         call = getattr(generation_config, "_spec_call", None)
         if call is None:
             call = SpecCall.read(asked, kwargs, generation_config, self.generation_config)
+            if "draft_history" not in asked:  # used by a call that speculates; alone it makes no call do so
+                call.draft_history = _histories.get(self)
             # ... and only then is an assistant among these arguments. It is kept from Whisper, which would do without
             # `begin_suppress_tokens` to get along with transformers' assisted loop.
             call.assistant_model = kwargs.pop("assistant_model", None)
@@ -89,7 +96,7 @@ class SpecStateMixin(_Base):
         return (_new_enabled, (self._hf_specstate_base,), *state)
 
 
-def enable(model: PreTrainedModel) -> PreTrainedModel:
+def enable(model: PreTrainedModel, draft_history: "DraftHistory | TenantHistory | None" = None) -> PreTrainedModel:
     """
     Lets `model.generate()` speculate: with an assistant (`assistant_model=`, `assistant_early_exit=`,
     `prompt_lookup_num_tokens=`), or without one when `return_spec_states=True` or `spec_config=` is given. Works in
@@ -97,6 +104,9 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
 
     Args:
         model (`PreTrainedModel`): A model that can generate. A `torch.compile`d one is enabled inside its wrapper.
+        draft_history ([`DraftHistory`], *optional*):
+            Used and extended by all calls that speculate, until the model is enabled anew or disabled. Without it nothing
+            outlives a call.
 
     Returns:
         `PreTrainedModel`: The same object.
@@ -109,6 +119,9 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
         raise TypeError(_what_to_enable(inner))
     if not is_enabled(inner):
         inner.__class__ = _enabled_class(type(inner))
+    _histories.pop(inner, None)
+    if draft_history is not None:
+        _histories[inner] = draft_history
     return model
 
 
@@ -117,6 +130,7 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     inner = getattr(model, "_orig_mod", model)
     if is_enabled(inner):
         inner.__class__ = type(inner)._hf_specstate_base
+        _histories.pop(inner, None)
     return model
 
 

@@ -1,23 +1,15 @@
-"""
-States as bytes: columns as tensors in the safetensors format, and the rest as JSON in its header. Nothing in such a
-file is ever executed; what is damaged, cut short or newer is refused.
-"""
+"""States as bytes: columns as tensors, and the rest as JSON, in a [checked file](checked_file.py)."""
 
-import hashlib
-import json
 import math
 import os
-import tempfile
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 
+from .checked_file import pack, unpack, write
 from .states import SpecRound, SpecSequence, SpecStates
 
 FORMAT = "hf_specstate.spec_states"
@@ -34,16 +26,8 @@ NONE = -1  # stands for None among integers that are never negative
 
 
 def save(states: SpecStates, path: str | os.PathLike) -> None:
-    """See [`SpecStates.save`]. The file appears under its name when it is complete."""
-    path = Path(path)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
-            file.write(to_bytes(states))
-            file.close()
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    """See [`SpecStates.save`]."""
+    write(path, to_bytes(states))
 
 
 def load(path: str | os.PathLike) -> SpecStates:
@@ -81,9 +65,7 @@ def to_bytes(states: SpecStates) -> bytes:
         "token_texts": None if states.token_texts is None else list(states.token_texts.items()),
         "text_pieces": [sequence.text_pieces for sequence in states],
     }
-    text = json.dumps(header)
-    metadata = {"format": FORMAT, "version": str(VERSION), "states": text, "checksum": _checksum(text, tensors)}
-    return save_tensors(tensors, metadata)
+    return pack(FORMAT, VERSION, header, tensors)
 
 
 def from_bytes(data: bytes, name: str = "these bytes") -> SpecStates:
@@ -95,22 +77,10 @@ def from_bytes(data: bytes, name: str = "these bytes") -> SpecStates:
     Raises:
         ValueError: it is damaged, cut short, of a newer version, or none of ours.
     """
+    header, tensors = unpack(data, FORMAT, VERSION, "speculative states", name)
     try:
-        size = int.from_bytes(data[:8], "little")
-        metadata = json.loads(data[8 : 8 + size])["__metadata__"]
-        kind, version = metadata["format"], int(metadata["version"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{name} holds no speculative states, or is damaged.") from error
-    if kind != FORMAT:
-        raise ValueError(f"{name} holds no speculative states but {kind!r}.")
-    if version > VERSION:
-        raise ValueError(f"{name} was written by a newer version of this package (format {version}, known: {VERSION}).")
-    try:
-        tensors = load_tensors(data)
-        if metadata["checksum"] != _checksum(metadata["states"], tensors):
-            raise ValueError("the checksum differs")
-        return _build(json.loads(metadata["states"]), tensors)
-    except (SafetensorError, ValueError, KeyError, IndexError, TypeError, RuntimeError) as error:
+        return _build(header, tensors)
+    except (ValueError, KeyError, IndexError, TypeError, RuntimeError) as error:
         raise ValueError(f"{name} is damaged: {error}.") from error
 
 
@@ -134,15 +104,6 @@ def _build(header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> SpecStat
         start += count
     texts = header["token_texts"]
     return SpecStates(sequences, header["num_left_out"], None if texts is None else dict(map(tuple, texts)))
-
-
-def _checksum(text: str, tensors: dict[str, torch.Tensor]) -> str:
-    """safetensors notices a wrong length, but not a wrong byte."""
-    digest = hashlib.sha256(text.encode())
-    for name in sorted(tensors):
-        digest.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)}".encode())
-        digest.update(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def _integers(values: Iterable[int]) -> torch.Tensor:

@@ -45,8 +45,9 @@ class SpecRound:
         num_planned (`int`): Most nodes that the schedule allowed.
         expected_tokens (`float`, *optional*): How many tokens the schedule expected to commit, if it estimates that.
         stop_reason (`str`, *optional*):
-            Why the row ended with this round: `"eos"`, `"stop_string"`, `"length"`, or `"criterion"` for any other
-            stopping criterion (`max_time` included). None if it went on.
+            Why the row ended with this round: `"eos"`, `"stop_string"`, `"criterion"` for any other stopping criterion
+            (`max_time` included), or `"length"`; the first of them if several did. None if it went on. (Without an
+            end-of-sequence token plain `generate()` lets rows go on until all have ended; so do these.)
         target_token_ids (`list[int]` of length `1 + nodes`): Argmax of the raw logits in every slot, visited or not.
         target_logprobs (`list[float]` of length `nodes`):
             Natural log of the raw probability that the target gave to each drafted token after its parent.

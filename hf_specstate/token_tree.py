@@ -27,7 +27,10 @@ class TokenTree:
         parents (`list[int]` of length `nodes`): Index of each node's parent, -1 for the root.
         log_probs (`list[float]` of length `nodes`):
             Natural log of the drafter's probability of the node given its parent; NaN where it has none.
-        sources (`list[str]` of length `nodes`): Name of the drafter of each node.
+        sources (`list[str]` of length `nodes`):
+            Who proposed each node: the name of a drafter, or of one of its methods; several are joined by `+`.
+        confidences (`list[float]` of length `nodes`):
+            How likely, says the drafter, each node is accepted if its parent is; NaN where it says nothing.
         draft_probs (`torch.Tensor` of shape `(nodes, vocab_size)`, *optional*):
             The full distributions that the nodes were drawn from, for `"rejection"` acceptance. Absent for nodes that
             were chosen rather than drawn.
@@ -37,6 +40,7 @@ class TokenTree:
     parents: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
+    confidences: list[float] = field(default_factory=list)
     draft_probs: torch.Tensor | None = None
 
     @classmethod
@@ -55,7 +59,9 @@ class TokenTree:
                 parent = known
         return tree
 
-    def add(self, token: int, parent: int, source: str, log_prob: float = math.nan) -> int:
+    def add(
+        self, token: int, parent: int, source: str, log_prob: float = math.nan, confidence: float = math.nan
+    ) -> int:
         """Appends a node and returns its index."""
         if not -1 <= parent < len(self.token_ids):
             raise ValueError(f"A node's parent must come before it: parent {parent} of node {len(self.token_ids)}.")
@@ -63,6 +69,7 @@ class TokenTree:
         self.parents.append(parent)
         self.log_probs.append(log_prob)
         self.sources.append(source)
+        self.confidences.append(confidence)
         return len(self.token_ids) - 1
 
     def check(self, vocab_size: int) -> None:
@@ -70,7 +77,8 @@ class TokenTree:
         Raises:
             ValueError: this is not a tree of tokens below `vocab_size`, by whatever hand it was made.
         """
-        if not len(self.token_ids) == len(self.parents) == len(self.log_probs) == len(self.sources):
+        lists = (self.parents, self.log_probs, self.sources, self.confidences)
+        if any(len(values) != len(self.token_ids) for values in lists):
             raise ValueError("a tree's lists must be equally long")
         for node, (token, parent) in enumerate(zip(self.token_ids, self.parents, strict=True)):
             if not isinstance(token, int) or not 0 <= token < vocab_size:
@@ -107,39 +115,39 @@ class TokenTree:
 
     def cut(self, max_nodes: int, max_depth: int, max_width: int | None = None) -> "TokenTree":
         """The first `max_nodes` nodes no deeper than `max_depth`, of each node the first `max_width` children."""
-        keep: list[int] = []
-        children: Counter[int] = Counter()
-        for node, (parent, depth) in enumerate(zip(self.parents, self.depths, strict=True)):
-            fits = depth <= max_depth and len(keep) < max_nodes and (max_width is None or children[parent] < max_width)
-            if fits and (parent < 0 or parent in keep):
-                keep.append(node)
-                children[parent] += 1
-        if len(keep) == len(self):
-            return self
-        new_index = {node: index for index, node in enumerate(keep)} | {-1: -1}
-        return TokenTree(
-            [self.token_ids[node] for node in keep],
-            [new_index[self.parents[node]] for node in keep],
-            [self.log_probs[node] for node in keep],
-            [self.sources[node] for node in keep],
-            None if self.draft_probs is None else self.draft_probs[keep],
-        )
+        return self.best(range(len(self)), max_nodes, max_depth, max_width)
 
-    def merge(self, other: "TokenTree", max_nodes: int) -> "TokenTree":
-        """This tree with the nodes of `other` that it lacks, while there are fewer than `max_nodes`."""
-        merged = TokenTree(list(self.token_ids), list(self.parents), list(self.log_probs), list(self.sources))
-        place = {-1: -1}
-        for node, token in enumerate(other.token_ids):
-            if other.parents[node] not in place:
-                continue
-            parent = place[other.parents[node]]
-            known = merged.child(parent, token)
-            if known is None:
-                if len(merged) >= max_nodes:
-                    continue
-                known = merged.add(token, parent, other.sources[node], other.log_probs[node])
-            place[node] = known
-        return merged
+    def best(self, order: Iterable[int], max_nodes: int, max_depth: int, max_width: int | None = None) -> "TokenTree":
+        """
+        The first nodes that `order` names and that fit, in their old order; a node without its parent does not fit.
+
+        Args:
+            order (`Iterable[int]`): Nodes, each after its parent.
+            max_nodes (`int`), max_depth (`int`), max_width (`int`, *optional*):
+                Most nodes, the greatest depth, and most children of a node.
+        """
+        depths, keep = self.depths, {-1}
+        children: Counter[int] = Counter()
+        for node in order:
+            if len(keep) > max_nodes:
+                break
+            parent = self.parents[node]
+            fits = depths[node] <= max_depth and (max_width is None or children[parent] < max_width)
+            if fits and parent in keep:
+                keep.add(node)
+                children[parent] += 1
+        if len(keep) == 1 + len(self):
+            return self
+        kept = sorted(keep)[1:]
+        new_index = {node: index for index, node in enumerate(kept)} | {-1: -1}
+        return TokenTree(
+            [self.token_ids[node] for node in kept],
+            [new_index[self.parents[node]] for node in kept],
+            [self.log_probs[node] for node in kept],
+            [self.sources[node] for node in kept],
+            [self.confidences[node] for node in kept],
+            None if self.draft_probs is None else self.draft_probs[kept],
+        )
 
 
 IDLE_DEPTH = -1  # where the row's last cached token stands: a place that its model surely knows

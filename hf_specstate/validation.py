@@ -162,13 +162,13 @@ def speak_alike(tokenizer: PreTrainedTokenizerBase | None, assistant_tokenizer: 
 def check_spec_streamer(spec_streamer) -> None:
     """
     Raises:
-        TypeError: `spec_streamer` cannot be given rounds.
+        ValueError: `spec_streamer` cannot be given rounds.
     """
     if spec_streamer is None:
         return
     for name in ("put_round", "end"):
         if not callable(getattr(spec_streamer, name, None)):
-            raise TypeError(
+            raise ValueError(
                 f"`spec_streamer` needs the methods `put_round(row, spec_round)` and `end()`; a "
                 f"{type(spec_streamer).__name__} has no `{name}`."
             )
@@ -179,7 +179,7 @@ def check_config(config: SpecStateConfig) -> None:
     Raises:
         ValueError: two fields of `spec_config` exclude each other.
     """
-    if config.acceptance == "rejection" and config.tree_width > 1:
+    if config.acceptance == "rejection" and (config.tree_width or 1) > 1:
         raise ValueError(
             "`spec_config.acceptance='rejection'` verifies chains only; leave `tree_width` at 1, or use `'match'`."
         )

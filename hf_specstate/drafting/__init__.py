@@ -2,14 +2,20 @@
 
 from .assistant import AssistantDrafter
 from .base import DraftContext, Drafter, DraftOutcome, DraftRequest
+from .history import HistoryDrafter
+from .previous_drafts import PreviousDraftsDrafter
 from .prompt_lookup import PromptLookupDrafter
+from .recycling import RecyclingDrafter
 from .stock import StockDrafter
 
 DRAFTERS: dict[str, type[Drafter]] = {
     drafter.name: drafter
     for drafter in (
         AssistantDrafter,
+        HistoryDrafter,
+        PreviousDraftsDrafter,
         PromptLookupDrafter,
+        RecyclingDrafter,
         StockDrafter,
     )
 }
@@ -21,6 +27,9 @@ __all__ = [
     "DraftOutcome",
     "DraftRequest",
     "Drafter",
+    "HistoryDrafter",
+    "PreviousDraftsDrafter",
     "PromptLookupDrafter",
+    "RecyclingDrafter",
     "StockDrafter",
 ]

@@ -37,6 +37,7 @@ class AssistantDrafter(Drafter):
 
     name: ClassVar[str] = "assistant"
     wants_answers: ClassVar[bool] = True
+    default_width: ClassVar[int | None] = 1  # each alternative has to be run through the assistant
     conditioning: float = CONDITIONING_STRENGTH
 
     def needs_lockstep(self, context: DraftContext) -> bool:

@@ -11,6 +11,7 @@ from ..token_tree import TokenTree
 
 if TYPE_CHECKING:
     from ..config import SpecStateConfig
+    from ..draft_history import HistoryOfRows
     from ..sequences import Sequences
 
 
@@ -31,6 +32,7 @@ class DraftContext:
         assistant_model (`PreTrainedModel`, *optional*): The user's assistant, or the target's first layers.
         tokenizer, assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*):
             As passed to `generate()`; the second only if it differs from the first.
+        draft_history ([`HistoryOfRows`], *optional*): What earlier calls left for the rows.
     """
 
     model: PreTrainedModel
@@ -44,6 +46,7 @@ class DraftContext:
     assistant_model: PreTrainedModel | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     assistant_tokenizer: PreTrainedTokenizerBase | None = None
+    draft_history: "HistoryOfRows | None" = None
 
     @property
     def vocab_size(self) -> int:
@@ -79,6 +82,9 @@ class DraftOutcome:
         answers (`list[int]` of length `1 + nodes`):
             The target's raw choice (argmax of its unprocessed logits) after the root and after every node. Empty unless
             a drafter sets `wants_answers`.
+        logits (`torch.FloatTensor` of shape `(1 + nodes, vocab_size)`, *optional*):
+            The unprocessed logits themselves, on the target's device; they are gone after [`Drafter.observe`]. None
+            unless a drafter sets `wants_logits`.
     """
 
     row: int
@@ -86,6 +92,7 @@ class DraftOutcome:
     accepted: list[int]
     token_ids: list[int]
     answers: list[int] = field(default_factory=list)
+    logits: torch.Tensor | None = None
 
 
 class Drafter:
@@ -98,6 +105,8 @@ class Drafter:
 
     name: ClassVar[str]
     wants_answers: ClassVar[bool] = False  # fill `DraftOutcome.answers`, at the price of a host read when sampling
+    wants_logits: ClassVar[bool] = False  # fill `DraftOutcome.logits`
+    default_width: ClassVar[int | None] = None  # alternatives for a position unless the user says; None: no limit
 
     def needs_lockstep(self, context: DraftContext) -> bool:
         """Whether rows must advance together for this drafter; asked before [`~Drafter.start`], may refuse the call."""

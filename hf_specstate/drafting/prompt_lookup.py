@@ -25,6 +25,7 @@ class PromptLookupDrafter(Drafter):
     """
 
     name: ClassVar[str] = "prompt_lookup"
+    default_width: ClassVar[int | None] = 1  # a chain, as in transformers
     max_matching_ngram_size: int | None = None
 
     def start(self, context: DraftContext) -> None:

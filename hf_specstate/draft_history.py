@@ -1,0 +1,288 @@
+"""What was written in earlier calls, kept to draft from, when the user asks for it."""
+
+import hashlib
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import RLock
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .checked_file import pack, unpack, write
+from .drafting.recycling import SuccessorTable
+from .drafting.suffix_index import SuffixIndex
+from .host import to_host
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FORMAT = "hf_specstate.draft_history"
+VERSION = 1
+EVERYBODY = ""  # the tenant of texts that have none
+
+
+@dataclass
+class _Tenant:
+    """One tenant's texts, oldest first, and successors."""
+
+    index: SuffixIndex = field(default_factory=SuffixIndex)
+    texts: deque[tuple[int, int, bytes]] = field(default_factory=deque)  # (age, tokens, digest)
+    successors: SuccessorTable | None = None
+
+
+class DraftHistory:
+    """
+    Texts of earlier calls for the `history` and `recycling` drafters. Pass it as `draft_history=` to `generate()`, or to
+    [`enable`] for all speculative calls of a model; prompts and outputs are added when a call ends. Without one, nothing
+    outlives a call: reuse across users tells one user, by the speed of an answer, what another has written.
+
+    Bounded by `max_tokens`: when it is full, the oldest texts go first, whoever wrote them. A text that it holds already
+    is not added again. Texts of different tenants never meet, see [`~DraftHistory.for_tenant`]. Threads may share it. A
+    million tokens take about 12 MB, and each tenant's successors `(vocab_size + 65,536) * 64` bytes on the target's device.
+
+    Args:
+        max_tokens (`int`, *optional*, defaults to 1,000,000): Most tokens that are kept.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): Whose tokens they are; lets [`~DraftHistory.load`] refuse others.
+    """
+
+    def __init__(self, max_tokens: int = 1_000_000, tokenizer: "PreTrainedTokenizerBase | None" = None):
+        if not isinstance(max_tokens, int) or max_tokens < 1:
+            raise ValueError(f"`max_tokens` must be an integer of at least 1, got {max_tokens!r}.")
+        self.max_tokens = max_tokens
+        self.vocab_size: int | None = None  # of the model that it was first used with
+        self._vocabulary = None if tokenizer is None else _fingerprint(tokenizer)
+        self._tenants: dict[str, _Tenant] = {}
+        self._known: set[tuple[str, bytes]] = set()
+        self._age = 0
+        self._size = 0
+        self._largest_token = -1
+        self._lock = RLock()
+
+    def __len__(self) -> int:
+        """Tokens that are kept."""
+        return self._size
+
+    def __repr__(self) -> str:
+        with self._lock:
+            texts = sum(len(tenant.texts) for tenant in self._tenants.values())
+            return f"DraftHistory({len(self)} of at most {self.max_tokens} tokens, {texts} texts)"
+
+    # ------------------------------------------------------------------ content
+
+    def add(self, token_ids: Sequence[int] | torch.Tensor, tenant: str = EVERYBODY) -> None:
+        """
+        Adds a text: a document that answers will quote, an output that is expected, an earlier answer.
+
+        Args:
+            token_ids (`list[int]` or `torch.LongTensor` of shape `(length,)`): Its tokens.
+            tenant (`str`, *optional*): Whose it is.
+        """
+        tokens = to_host(token_ids.reshape(-1)) if isinstance(token_ids, torch.Tensor) else list(token_ids)
+        tokens = tokens[-self.max_tokens :]
+        if not all(isinstance(token, int) and token >= 0 for token in tokens):
+            raise ValueError("`token_ids` must be non-negative integers.")
+        if tokens:
+            with self._lock:
+                self._add(tokens, tenant)
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        with self._lock:
+            self._tenants.clear()
+            self._known.clear()
+            self._size = 0
+
+    def forget(self, tenant: str) -> None:
+        """Forgets everything of one tenant."""
+        with self._lock:
+            forgotten = self._tenants.pop(tenant, _Tenant())
+            self._size -= sum(count for _, count, _ in forgotten.texts)
+            self._known = {entry for entry in self._known if entry[0] != tenant}
+
+    def for_tenant(self, tenant: str) -> "TenantHistory":
+        """What to pass as `draft_history=` so that a call sees the texts of `tenant` only, and adds to them."""
+        return TenantHistory(self, tenant)
+
+    def merge(self, other: "DraftHistory") -> None:
+        """Adds the texts of `other` that are missing here, as the newest ones."""
+        self._check_vocabulary(other._vocabulary, other.vocab_size, "the other history")
+        for tenant, tokens in other._texts():
+            self.add(tokens, tenant)
+
+    def _add(self, tokens: list[int], name: str) -> None:
+        digest = hashlib.blake2b(torch.tensor(tokens).numpy().tobytes(), digest_size=16).digest()
+        if (name, digest) in self._known:
+            return
+        self._known.add((name, digest))
+        tenant = self._tenants.setdefault(name, _Tenant())
+        tenant.index.extend(tokens)
+        tenant.index.end_text()
+        tenant.texts.append((self._age, len(tokens), digest))
+        self._age += 1
+        self._size += len(tokens)
+        self._largest_token = max(self._largest_token, *tokens)
+        while self._size > self.max_tokens:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        name = min((name for name, tenant in self._tenants.items() if tenant.texts), key=self._oldest_age)
+        tenant = self._tenants[name]
+        _, count, digest = tenant.texts.popleft()
+        tenant.index.drop(count + 1)
+        self._size -= count
+        self._known.discard((name, digest))
+
+    def _oldest_age(self, name: str) -> int:
+        return self._tenants[name].texts[0][0]
+
+    def _texts(self) -> list[tuple[str, list[int]]]:
+        """Every text with its tenant, oldest first."""
+        with self._lock:
+            aged = []
+            for name, tenant in self._tenants.items():
+                tokens, start = tenant.index.tokens.tolist(), 0
+                for age, count, _ in tenant.texts:
+                    aged.append((age, name, tokens[start : start + count]))
+                    start += count + 1
+        return [(name, tokens) for _, name, tokens in sorted(aged, key=lambda entry: entry[0])]
+
+    # ------------------------------------------------------------------ files
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes one file in the safetensors format. The tables of successors are not saved."""
+        write(path, self.to_bytes())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike, tokenizer: "PreTrainedTokenizerBase | None" = None) -> "DraftHistory":
+        """
+        Reads what [`~DraftHistory.save`] wrote.
+
+        Raises:
+            ValueError: the file is damaged, newer, none of ours, or of another tokenizer; the message names it.
+        """
+        return cls.from_bytes(Path(path).read_bytes(), str(path), tokenizer)
+
+    def to_bytes(self) -> bytes:
+        with self._lock:
+            texts = self._texts()
+            header = {
+                "max_tokens": self.max_tokens,
+                "vocab_size": self.vocab_size,
+                "vocabulary": self._vocabulary,
+                "tenants": [name for name, _ in texts],
+            }
+        tensors = {
+            "token_ids": torch.tensor([token for _, tokens in texts for token in tokens], dtype=torch.int32),
+            "lengths": torch.tensor([len(tokens) for _, tokens in texts], dtype=torch.long),
+        }
+        return pack(FORMAT, VERSION, header, tensors)
+
+    @classmethod
+    def from_bytes(
+        cls, data: bytes, name: str = "these bytes", tokenizer: "PreTrainedTokenizerBase | None" = None
+    ) -> "DraftHistory":
+        header, tensors = unpack(data, FORMAT, VERSION, "draft history", name)
+        try:
+            history = cls(header["max_tokens"], tokenizer)
+            history._check_vocabulary(header["vocabulary"], header["vocab_size"], name)
+            history._vocabulary = history._vocabulary or header["vocabulary"]
+            texts = tensors["token_ids"].split(tensors["lengths"].tolist())
+            for tenant, tokens in zip(header["tenants"], texts, strict=True):
+                history.add(tokens, tenant)
+        except (KeyError, TypeError, RuntimeError) as error:
+            raise ValueError(f"{name} is damaged: {error}.") from error
+        return history
+
+    def _check_vocabulary(self, vocabulary: str | None, vocab_size: int | None, name: str) -> None:
+        """Takes over a vocabulary's size, or refuses another one than this history's."""
+        with self._lock:
+            if None not in (vocabulary, self._vocabulary) and vocabulary != self._vocabulary:
+                raise ValueError(f"{name} holds the tokens of another tokenizer.")
+            if None not in (vocab_size, self.vocab_size) and vocab_size != self.vocab_size:
+                raise ValueError(
+                    f"{name} has a vocabulary of {vocab_size} tokens, this draft history one of {self.vocab_size}."
+                )
+            if vocab_size is not None and vocab_size <= self._largest_token:
+                raise ValueError(f"{name} has a vocabulary of {vocab_size} tokens, and this draft history others.")
+            self.vocab_size = self.vocab_size or vocab_size
+
+    # ------------------------------------------------------------------ for the decoding
+
+    @contextmanager
+    def _reading(self, tenant: str) -> Iterator[SuffixIndex]:
+        with self._lock:
+            yield self._tenants.setdefault(tenant, _Tenant()).index
+
+    def _successors(self, name: str, vocab_size: int, k: int, device: torch.device) -> SuccessorTable:
+        with self._lock:
+            tenant = self._tenants.setdefault(name, _Tenant())
+            table = tenant.successors
+            if table is None or (table.k, table.token_ids.device) != (min(k, vocab_size), device):
+                table = tenant.successors = SuccessorTable(vocab_size, k, device)
+            return table
+
+
+@dataclass(frozen=True)
+class TenantHistory:
+    """One tenant's part of a [`DraftHistory`]; made by [`DraftHistory.for_tenant`]."""
+
+    history: DraftHistory
+    tenant: str
+
+
+class HistoryOfRows:
+    """
+    What a call sees of a draft history.
+
+    Args:
+        histories ([`DraftHistory`], [`TenantHistory`], or a list of them, one a row): As the user passed it.
+        batch_size (`int`): Rows; those of one prompt stand together.
+        vocab_size (`int`): Of the target.
+
+    Raises:
+        ValueError: it is something else, or holds another vocabulary.
+    """
+
+    def __init__(self, histories: Any, batch_size: int, vocab_size: int):
+        given = list(histories) if isinstance(histories, list | tuple) else [histories]
+        for history in given:
+            if not isinstance(history, DraftHistory | TenantHistory):
+                raise ValueError(
+                    "`draft_history` must be a DraftHistory, a part of one (`for_tenant`), or a list of them, one a "
+                    f"prompt; got a {type(history).__name__}."
+                )
+        if not given or batch_size % len(given):
+            raise ValueError(f"`draft_history` has {len(given)} entries for a batch of {batch_size} rows.")
+        parts = [
+            history if isinstance(history, TenantHistory) else TenantHistory(history, EVERYBODY) for history in given
+        ]
+        for part in parts:
+            part.history._check_vocabulary(None, vocab_size, "the model")
+        each = batch_size // len(parts)
+        self._rows = [part for part in parts for _ in range(each)]
+
+    def reading(self, row: int):
+        """A context manager that gives the [`SuffixIndex`] of the row's tenant, which no one else changes meanwhile."""
+        part = self._rows[row]
+        return part.history._reading(part.tenant)
+
+    def successors(self, row: int, vocab_size: int, k: int, device: torch.device) -> SuccessorTable:
+        """The successors of the row's tenant."""
+        part = self._rows[row]
+        return part.history._successors(part.tenant, vocab_size, k, device)
+
+    def add(self, texts: Sequence[list[int]]) -> None:
+        """Adds the rows' texts."""
+        for part, tokens in zip(self._rows, texts, strict=True):
+            part.history.add(tokens, part.tenant)
+
+
+def _fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
+    digest = hashlib.sha256()
+    for token, place in sorted(tokenizer.get_vocab().items()):
+        digest.update(f"{place} {token}\n".encode(errors="surrogatepass"))
+    return digest.hexdigest()

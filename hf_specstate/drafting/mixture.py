@@ -1,0 +1,54 @@
+"""Several drafters' proposals for a row as one tree."""
+
+from collections.abc import Sequence
+
+from ..scheduling.prior import acceptance, values
+from ..token_tree import TokenTree
+
+
+def mix(proposals: Sequence[TokenTree], max_nodes: int, max_depth: int, max_width: int | None) -> TokenTree:
+    """
+    The nodes of several trees that are most likely accepted. A node that several propose is one node that names them
+    all, and is as likely as if they were independent witnesses of equal worth: the surest of them counts, and each
+    other one takes away a part of the remaining doubt.
+
+    Args:
+        proposals (`list[TokenTree]`): One of each drafter.
+        max_nodes (`int`), max_depth (`int`), max_width (`int`, *optional*):
+            Most nodes, the greatest depth, and most children of a node.
+    """
+    if len(proposals) == 1:
+        merged = proposals[0]
+    else:
+        merged = TokenTree()
+        children: dict[tuple[int, int], int] = {}
+        for proposal in proposals:
+            place = {-1: -1}
+            for node, token in enumerate(proposal.token_ids):
+                parent = place[proposal.parents[node]]
+                known = children.get((parent, token))
+                if known is None:
+                    known = merged.add(
+                        token, parent, proposal.sources[node], proposal.log_probs[node], acceptance(proposal, node)
+                    )
+                    children[parent, token] = known
+                else:
+                    _agree(merged, known, proposal, node)
+                place[node] = known
+    worth = values(merged)
+    order = sorted(range(len(merged)), key=lambda node: -worth[node])  # stable: parents come first
+    return merged.best(order, max_nodes, max_depth, max_width)
+
+
+AGREEMENT = 0.5  # of the doubt that is left when another source names the same token
+
+
+def _agree(merged: TokenTree, known: int, proposal: TokenTree, node: int) -> None:
+    names = merged.sources[known].split("+")
+    new = [name for name in proposal.sources[node].split("+") if name not in names]
+    if not new:
+        return
+    merged.sources[known] = "+".join(names + new)
+    ours, theirs = merged.confidences[known], acceptance(proposal, node)
+    best, other = max(ours, theirs), min(ours, theirs)
+    merged.confidences[known] = 1 - (1 - best) * (1 - AGREEMENT * other)
