@@ -42,13 +42,9 @@ from .validation import (
 )
 from .verification import CachedModel
 
-ARGUMENTS = (
-    "return_spec_states",
-    "spec_config",
-    "spec_streamer",
-    "draft_history",
-)  # of `generate()`, beside transformers' own
-SETTINGS = ("return_spec_states", "spec_config")  # those that a generation config may hold
+# arguments of `generate()` beside transformers' own, and those of them that a generation config may hold
+ARGUMENTS = ("return_spec_states", "spec_config", "spec_streamer", "draft_history")
+SETTINGS = ("return_spec_states", "spec_config")
 DEFAULTS = {"max_nodes": 8, "schedule": "constant"}
 WITHOUT_ASSISTANT = ["history", "previous_drafts", "recycling"]  # drafters
 # field of SpecStateConfig -> generation arguments of transformers with the same meaning

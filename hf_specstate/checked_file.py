@@ -1,6 +1,6 @@
 """
-Bytes that can be checked: tensors in the safetensors format, with a kind, a version, a JSON header and a checksum in its
-metadata. Nothing in them is ever executed; what is damaged, cut short, newer or foreign is refused by name.
+Bytes that can be checked: tensors in the safetensors format, with a kind, a version, a JSON header and a checksum in
+its metadata. Nothing in them is ever executed; what is damaged, cut short, newer or foreign is refused by name.
 """
 
 import hashlib

@@ -36,17 +36,19 @@ class _Tenant:
 
 class DraftHistory:
     """
-    Texts of earlier calls for the `history` and `recycling` drafters. Pass it as `draft_history=` to `generate()`, or to
-    [`enable`] for all speculative calls of a model; prompts and outputs are added when a call ends. Without one, nothing
-    outlives a call: reuse across users tells one user, by the speed of an answer, what another has written.
+    Texts of earlier calls for the `history` and `recycling` drafters. Pass it as `draft_history=` to `generate()`, or
+    to [`enable`] for all speculative calls of a model; prompts and outputs are added when a call ends. Without one,
+    nothing outlives a call: reuse across users tells one user, by the speed of an answer, what another has written.
 
-    Bounded by `max_tokens`: when it is full, the oldest texts go first, whoever wrote them. A text that it holds already
-    is not added again. Texts of different tenants never meet, see [`~DraftHistory.for_tenant`]. Threads may share it. A
-    million tokens take about 12 MB, and each tenant's successors `(vocab_size + 65,536) * 64` bytes on the target's device.
+    Bounded by `max_tokens`: when it is full, the oldest texts go first, whoever wrote them. A text that it holds
+    already is not added again. Texts of different tenants never meet, see [`~DraftHistory.for_tenant`]. Threads may
+    share it. A million tokens take about 12 MB, and each tenant's successors `(vocab_size + 65,536) * 64` bytes on the
+    target's device.
 
     Args:
         max_tokens (`int`, *optional*, defaults to 1,000,000): Most tokens that are kept.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): Whose tokens they are; lets [`~DraftHistory.load`] refuse others.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*):
+            Whose tokens they are; lets [`~DraftHistory.load`] refuse others.
     """
 
     def __init__(self, max_tokens: int = 1_000_000, tokenizer: "PreTrainedTokenizerBase | None" = None):

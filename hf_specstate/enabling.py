@@ -105,8 +105,8 @@ def enable(model: PreTrainedModel, draft_history: "DraftHistory | TenantHistory 
     Args:
         model (`PreTrainedModel`): A model that can generate. A `torch.compile`d one is enabled inside its wrapper.
         draft_history ([`DraftHistory`], *optional*):
-            Used and extended by all calls that speculate, until the model is enabled anew or disabled. Without it nothing
-            outlives a call.
+            Used and extended by all calls that speculate, until the model is enabled anew or disabled. Without it
+            nothing outlives a call.
 
     Returns:
         `PreTrainedModel`: The same object.

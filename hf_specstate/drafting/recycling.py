@@ -18,9 +18,9 @@ UNSEEN = -1
 
 class SuccessorTable:
     """
-    For every token, and for many pairs of tokens, the target's `k` likeliest next tokens when it last came by, with their
-    probabilities. Lies on the target's device. Memory: `(vocab_size + 65,536) * k * 8` bytes, and 512 KiB for the pairs;
-    a pair that falls into the place of another one replaces it. Threads may share it.
+    For every token, and for many pairs of tokens, the target's `k` likeliest next tokens when it last came by, with
+    their probabilities. Lies on the target's device. Memory: `(vocab_size + 65,536) * k * 8` bytes, and 512 KiB for the
+    pairs; a pair that falls into the place of another one replaces it. Threads may share it.
 
     Args:
         vocab_size (`int`): Of the target.
@@ -54,8 +54,8 @@ class SuccessorTable:
 
     def successors(self, before: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        `(token_ids, probs)`, each of shape `(tokens, k)`, after the pair where it was seen, else after the token; UNSEEN
-        and 0 where neither was.
+        `(token_ids, probs)`, each of shape `(tokens, k)`, after the pair where it was seen, else after the token;
+        UNSEEN and 0 where neither was.
         """
         pairs, places = self._places(before, tokens)
         with self._lock:

@@ -13,9 +13,9 @@ MOST_PLACES = 4096  # newest occurrences of a token that are looked at
 class SuffixIndex:
     """
     The tokens of one or more texts, with the places of every token. Appending a token takes constant time and 8 bytes
-    (a token and a place), plus about 150 bytes for each different token; a lookup compares the places of one token only,
-    backwards from there, for all of them at once. (A suffix automaton finds the longest match without comparing, but
-    takes some hundred bytes and several dictionary updates a token in Python.)
+    (a token and a place), plus about 150 bytes for each different token; a lookup compares the places of one token
+    only, backwards from there, for all of them at once. (A suffix automaton finds the longest match without comparing,
+    but takes some hundred bytes and several dictionary updates a token in Python.)
     """
 
     def __init__(self):

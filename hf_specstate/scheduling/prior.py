@@ -12,7 +12,7 @@ ASSISTANT_TRUST = 0.9
 
 
 def acceptance(tree: TokenTree, node: int) -> float:
-    """The chance that `node` is accepted if its parent is: what its drafter says, else its probability, else a guess."""
+    """The chance that `node` is accepted if its parent is: what its drafter says, or its probability, or a guess."""
     confidence = tree.confidences[node]
     if math.isnan(confidence):
         log_prob = tree.log_probs[node]
