@@ -103,6 +103,9 @@ def replay(text: RecordedText, config: SpecStateConfig) -> Replay:
     drafters = [copy.copy(drafter) for drafter in config.drafters or []]
     for drafter in drafters:
         drafter.needs_lockstep(context)  # the chance to refuse
+        if drafter.wants_logits:
+            raise ValueError(f"The `{drafter.name}` drafter learns from the target's scores, which no recorded text
+            holds.")
     candidates = SpecStateCandidateGenerator(
         context, drafters, ConstantLength(config.max_nodes or 0), config.tree_width
     )

@@ -142,6 +142,11 @@ def test_the_next_draft_comes_from_the_last_one_and_the_prompt():
     assert {(31, 32, 33), (12, 13), (11, 12, 13), (31, 32, 33, 5, 6, 7)} <= paths(tree)
     by_token = dict(zip(tree.token_ids, tree.sources, strict=True))
     assert by_token[31] == "answer_tail" and by_token[11] == "draft_tail" and by_token[5] == "prompt_fill"
+    fresh, sequences = started(PreviousDraftsDrafter(), [33, 5, 6, 7])
+    piece = fresh.propose(request(sequences, max_nodes=3))
+    assert piece.is_chain and set(piece.sources) == {"prompt_fill"} and set(piece.token_ids) <= {33, 5, 6, 7}
+    sequences.commit(0, 5)
+    assert fresh.propose(request(sequences, max_nodes=2)).token_ids == [6, 7]
     bare, _ = started(PreviousDraftsDrafter(fill=False), [33, 5, 6, 7])
     bare.observe([DraftOutcome(0, CHAIN, [0], [10, 30], [10, 30, 31, 32, 33])])
     assert "prompt_fill" not in bare.propose(request(sequences, max_nodes=20)).sources

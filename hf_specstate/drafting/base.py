@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..host import to_host
 from ..token_tree import TokenTree
 
 if TYPE_CHECKING:
@@ -51,6 +52,15 @@ class DraftContext:
     @property
     def vocab_size(self) -> int:
         return self.model.config.get_text_config(decoder=True).vocab_size
+
+    def encoder_tokens(self, row: int) -> list[int]:
+        """What the encoder read for `row`, padding included; empty for other models, and if it read no tokens."""
+        inputs = self.inputs_tensor
+        if not getattr(self.model.config, "is_encoder_decoder", False) or inputs is None:
+            return []
+        if inputs.is_floating_point() or inputs.dim() != 2:
+            return []
+        return to_host(inputs[row // (self.sequences.batch_size // inputs.shape[0])])
 
 
 @dataclass

@@ -38,8 +38,11 @@ class HistoryDrafter(Drafter):
 
     def start(self, context: DraftContext) -> None:
         self._indexes = [SuffixIndex() for _ in range(context.sequences.batch_size)]
-        for index, tokens in zip(self._indexes, context.sequences.tokens, strict=True):
-            index.extend(tokens)
+        for row, index in enumerate(self._indexes):
+            if source := context.encoder_tokens(row):
+                index.extend(source)
+                index.end_text()
+            index.extend(context.sequences.tokens[row])
         self._earlier = context.draft_history
 
     def propose(self, request: DraftRequest) -> TokenTree:

@@ -1,18 +1,17 @@
 """Drafting from the previous round: what was drafted then, and what the target answered to it."""
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
 from ..token_tree import TokenTree
 from .base import DraftContext, Drafter, DraftOutcome, DraftRequest
-from .suffix_index import SEPARATOR, SuffixIndex
+from .suffix_index import LONGEST_MATCH, SuffixIndex
 
 MOST_BRANCHES = 4
 # how likely the first token of each kind of tail is accepted, and how much less likely each further one is
-ANSWER_TAIL, SUBSTITUTED, REALIGNED, INSERTED, PROMPT_FILL = 0.3, 0.2, 0.5, 0.08, 0.2
+ANSWER_TAIL, SUBSTITUTED, REALIGNED, INSERTED, PROMPT_FILL, ANYTHING = 0.3, 0.2, 0.5, 0.08, 0.2, 0.02
 FADING = 0.85
 
 
@@ -26,12 +25,14 @@ class PreviousDraftsDrafter(Drafter):
     - `answer_tail`: y_{a+2} …, what the target said there, although the token before was another;
     - `draft_tail`: d_{a+2} … if one token was replaced, d_{a+1} … if one was inserted, and what follows the added token
       wherever it occurs in the rest of the draft (tokens were left out);
-    - `prompt_fill`: how the prompt went on after the last tokens of such a tail.
+    - `prompt_fill`: how the prompt went on after the last tokens of such a tail, or of the text. When there is nothing
+    at
+      all, a piece of the prompt, from anywhere: what the target answers to it are the next round's tails.
 
     In a tree, the tails of every branch beside the accepted path count.
 
     Args:
-        fill (`bool`, *optional*, defaults to `True`): Continue tails from the prompt.
+        fill (`bool`, *optional*, defaults to `True`): Use the prompt.
     """
 
     name: ClassVar[str] = "previous_drafts"
@@ -40,35 +41,42 @@ class PreviousDraftsDrafter(Drafter):
 
     def start(self, context: DraftContext) -> None:
         self._last: dict[int, DraftOutcome] = {}
-        self._prompts: list[SuffixIndex] = []
-        for row in range(context.sequences.batch_size):
-            self._prompts.append(SuffixIndex())
-            self._prompts[row].extend(context.sequences.prompt(row))
+        self._random = random.Random(0)
+        self._prompts = [SuffixIndex() for _ in range(context.sequences.batch_size)]
+        for row, index in enumerate(self._prompts):
+            index.extend(context.encoder_tokens(row) or context.sequences.prompt(row))
 
     def propose(self, request: DraftRequest) -> TokenTree:
         tree = TokenTree()
-        outcome = self._last.get(request.row)
-        if outcome is None:
-            return tree
         depth = min(request.max_nodes, request.max_depth)
-        for branch in rejected_branches(outcome):
+        outcome = self._last.get(request.row)
+        for branch in rejected_branches(outcome) if outcome is not None else ():
             for source, confidence, tail in tails(outcome, branch):
                 _add_path(tree, tail[:depth], source, confidence)
                 if self.fill and tail and len(tail) < depth:
-                    filled = self._filled(request.row, tail, depth - len(tail))
+                    filled = self._continued(request.row, tail, depth - len(tail))
                     _add_path(tree, [*tail, *filled], "prompt_fill", PROMPT_FILL, skip=len(tail))
+        if self.fill:
+            _add_path(tree, self._continued(request.row, request.token_ids, depth), "prompt_fill", PROMPT_FILL)
+        if self.fill and not len(tree):
+            _add_path(tree, self._piece(request.row, depth), "prompt_fill", ANYTHING)
         return tree
 
     def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
         for outcome in outcomes:
             self._last[outcome.row] = outcome
 
-    def _filled(self, row: int, tail: list[int], length: int) -> list[int]:
-        starts, _ = self._prompts[row].matches(tail, limit=1)
+    def _continued(self, row: int, last_tokens: list[int], length: int) -> list[int]:
+        """How the prompt went on where most of `last_tokens` had occurred."""
+        starts, _ = self._prompts[row].matches(last_tokens[-LONGEST_MATCH:], limit=1)
         if not len(starts):
             return []
-        [tokens] = self._prompts[row].continuations(starts, length, repeats=False)
-        return [int(token) for token in tokens[: int(np.argmax([*(tokens == SEPARATOR), True]))]]
+        return self._prompts[row].tokens[int(starts[0]) :][:length].tolist()
+
+    def _piece(self, row: int, length: int) -> list[int]:
+        prompt = self._prompts[row].tokens
+        start = self._random.randrange(max(1, len(prompt) - length))
+        return prompt[start : start + length].tolist()
 
 
 def rejected_branches(outcome: DraftOutcome) -> Iterator[list[int]]:
