@@ -104,8 +104,7 @@ def replay(text: RecordedText, config: SpecStateConfig) -> Replay:
     for drafter in drafters:
         drafter.needs_lockstep(context)  # the chance to refuse
         if drafter.wants_logits:
-            raise ValueError(f"The `{drafter.name}` drafter learns from the target's scores, which no recorded text
-            holds.")
+            raise ValueError(f"The `{drafter.name}` drafter learns from the target's scores, which no text holds.")
     candidates = SpecStateCandidateGenerator(
         context, drafters, ConstantLength(config.max_nodes or 0), config.tree_width
     )

@@ -133,7 +133,6 @@ def test_nothing_crosses_between_tenants():
     ours = model.generate(prompt(), draft_history=history.for_tenant("a"), **OPTIONS).spec_states
     for states in (theirs, nobody):
         assert [r.token_ids for r in states[0]] == [r.token_ids for r in fresh[0]]
-        assert [r.draft_logprobs for r in states[0]] is not None
     assert len(ours[0]) < len(fresh[0])
     both = torch.cat([prompt(), prompt()])
     rows = [history.for_tenant("a"), history.for_tenant("c")]
