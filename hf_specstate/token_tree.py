@@ -43,6 +43,9 @@ class TokenTree:
     confidences: list[float] = field(default_factory=list)
     draft_probs: torch.Tensor | None = None
 
+    def __post_init__(self):
+        self.confidences = self.confidences or [math.nan] * len(self.token_ids)
+
     @classmethod
     def from_paths(cls, paths: Iterable[Sequence[int]], source: str, max_nodes: int | None = None) -> "TokenTree":
         """The tree of several continuations, first path first, with at most `max_nodes` nodes."""

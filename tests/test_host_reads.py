@@ -74,23 +74,28 @@ INPUTS = {"one row": lambda: {"inputs": prompt()}, "ragged rows": batch_of_three
 FINAL_READS = 3  # at most: what was recorded on the device is fetched when the generation is over
 
 
-def assert_one_read_each(rounds: list[list[str]]) -> None:
-    """Also while everything is recorded; the last round is followed by the final reads."""
+def assert_reads(rounds: list[list[str]], each: int = 1) -> None:
+    """Also while everything is recorded; the last round is followed by the final reads instead of a proposal."""
     *rounds, last = rounds
-    assert rounds == [["to_host"]] * len(rounds)
+    assert all(span == ["to_host"] * len(span) and 1 <= len(span) <= each for span in rounds)
     assert 1 <= len(last) <= 1 + FINAL_READS
     assert last == ["to_host"] * len(last)
 
 
 @pytest.mark.parametrize("eos_token_id", [None, 2])
 @pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS)
-def test_one_read_a_round_without_an_assistant(log, inputs, eos_token_id):
+@pytest.mark.parametrize(
+    ("drafters", "reads"), [(["history", "previous_drafts"], 1), (["prompt_lookup"], 1), (None, 2)]
+)
+def test_reads_a_round_without_an_assistant(log, inputs, eos_token_id, drafters, reads):
+    """One for the target's answers; the default's successor tables, which lie on the device, are read once too."""
     model = log.watch(hf_specstate.enable(tiny("llama", eos_token_id=eos_token_id)), "target")
-    out = model.generate(**inputs(), return_spec_states=True, max_new_tokens=NEW_TOKENS)
+    config = {"drafters": drafters, "strict": True}
+    out = model.generate(**inputs(), return_spec_states=True, spec_config=config, max_new_tokens=NEW_TOKENS)
     rounds = log.after_each("target")
     assert len(rounds) == max(spec_round.index for row in out.spec_states for spec_round in row)
     assert sum(row.num_accepted for row in out.spec_states) > 0
-    assert_one_read_each(rounds)
+    assert_reads(rounds, reads)
 
 
 @pytest.mark.parametrize("tree_width", [1, 2])
@@ -107,7 +112,7 @@ def test_one_read_a_step_of_an_assistant(log, inputs, tree_width):
     )
     assert sum(row.num_accepted for row in out.spec_states) > 0
     rounds, steps = log.after_each("target"), log.after_each("assistant")
-    assert_one_read_each(rounds)
+    assert_reads(rounds)
     assert steps == [["to_host"]] * len(steps)
 
 
@@ -137,7 +142,7 @@ def test_recording_reads_nothing_on_the_way(log, inputs, drafter, do_sample):
     assert [event for event in recorded if event[0] == "target"] == [event for event in silent if event[0] == "target"]
     assert len(log.after_each("target")) > FINAL_READS  # so that a read a round would be seen
     assert 0 <= len(recorded) - len(silent) <= FINAL_READS
-    assert {event for event in recorded if isinstance(event, str)} == {"to_host"}
+    assert {read for span in log.after_each("target") for read in span} == {"to_host"}
 
 
 @pytest.mark.parametrize("read", ["bool(x)", "int(x)", "x.item()", "x.tolist()", "[0, 1][x]", "x.cpu()"])

@@ -172,19 +172,24 @@ def test_successors_of_pairs_go_before_those_of_tokens():
     assert torch.allclose(probs[0], peaked(7, 8).softmax(-1)[[7, 8]]) and probs[3].tolist() == [0, 0]
 
 
+def proposed(drafter: Drafter, asked: DraftRequest) -> TokenTree:
+    [tree] = drafter.propose_rows([asked])
+    return tree
+
+
 def test_recycling_follows_what_every_node_taught():
     drafter, sequences = started(RecyclingDrafter(), [1, 2])
-    assert len(drafter.propose(request(sequences))) == 0
+    assert len(proposed(drafter, request(sequences))) == 0
     sequences.commit(0, 3)
     draft = TokenTree.from_paths([[4, 5], [6]], "any")
     logits = torch.stack([peaked(3), peaked(8, 9), peaked(3, 7), peaked(3)])  # after 2, 4, 5, 6
     drafter.observe([DraftOutcome(0, draft, [], [3], [3, 8, 3, 3], logits)])
     sequences.commit(0, 5)  # as after the rejected node 5
-    tree = drafter.propose(request(sequences, max_nodes=4, width=2))
+    tree = proposed(drafter, request(sequences, max_nodes=4, width=2))
     assert tree.token_ids[:2] == [3, 7] and tree.parents[:2] == [-1, -1]
     assert all(0 < confidence <= 1 for confidence in tree.confidences)
     sequences.commit(0, 4)
-    assert drafter.propose(request(sequences, width=1)).token_ids[0] == 8
+    assert proposed(drafter, request(sequences, width=1)).token_ids[0] == 8
 
 
 def test_recycling_stays_within_its_limits():
@@ -193,7 +198,7 @@ def test_recycling_stays_within_its_limits():
     for token in range(VOCAB):
         sequences.tokens[0] = [1, token, 9]
         drafter.observe([DraftOutcome(0, TokenTree(), [], [9], [], logits)])
-    tree = drafter.propose(request(sequences, max_nodes=5, max_depth=3, width=2))
+    tree = proposed(drafter, request(sequences, max_nodes=5, max_depth=3, width=2))
     tree.check(VOCAB)
     assert max(tree.depths) <= 3 and max(tree.parents.count(parent) for parent in tree.parents) <= 2
 
@@ -255,7 +260,7 @@ def test_a_drafter_that_raises_is_dropped_with_one_warning(broken, monkeypatch, 
     model, ids = hf_specstate.enable(tiny("llama")), prompt(6).repeat(1, 3)
     options = dict(max_new_tokens=24, do_sample=False)
     want = hf_specstate.disable(model).generate(ids, **options)
-    monkeypatch.setattr(DRAFTERS[broken], "propose", lambda *_: 1 / 0)
+    monkeypatch.setattr(DRAFTERS[broken], "propose_rows", lambda *_: 1 / 0)
     out = hf_specstate.enable(model).generate(ids, return_spec_states=True, **options)
     assert torch.equal(out.sequences, want)
     assert [broken in message for message in caplog.messages if "left out" in message] == [True]

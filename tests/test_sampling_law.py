@@ -54,7 +54,7 @@ def drawn(q: torch.Tensor, claimed_q: torch.Tensor | None = None) -> list[TokenT
     """A drafted token a row, drawn from `q`."""
     probs = (q if claimed_q is None else claimed_q)[None]
     tokens = torch.multinomial(q, DRAWS, replacement=True).tolist()
-    return [TokenTree([token], [-1], [0.0], ["drawn"], probs) for token in tokens]
+    return [TokenTree([token], [-1], [0.0], ["drawn"], draft_probs=probs) for token in tokens]
 
 
 @pytest.mark.parametrize("paths", [[], [[0, 1]], [[0, 1], [0, 2], [1, 1], [4]]], ids=["no draft", "chain", "tree"])

@@ -78,11 +78,13 @@ def test_a_drafter_that_learns_from_answers_is_told_what_a_text_tells():
 def test_drafters_that_need_a_model_are_refused():
     with pytest.raises(ValueError, match="assistant_model"):
         replay(RecordedText("qa", [1, 2], [3, 4]), Setting("assistant", 4).config())
+    with pytest.raises(ValueError, match="recycling"):
+        replay(RecordedText("qa", [1, 2], [3, 4]), Setting("recycling", 4).config())
     with pytest.raises(ValueError, match="no_such"):
         Setting("no_such", 4).config()
 
 
-@pytest.mark.parametrize("name", [name for name in DRAFTERS if name != "assistant"])
+@pytest.mark.parametrize("name", [name for name in DRAFTERS if name not in ("assistant", "recycling")])
 def test_every_drafter_without_a_model_can_be_simulated(name):
     text, _ = real_run(8, 1)
     played = replay(text, Setting(name, 8).config())

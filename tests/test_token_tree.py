@@ -5,6 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_specstate.drafting.mixture import mix
+from hf_specstate.scheduling.prior import values
 from hf_specstate.token_tree import TokenTree, TreeBatch
 
 often = settings(max_examples=150, deadline=None, derandomize=True)
@@ -21,6 +23,14 @@ def trees(draw, max_nodes: int = 10) -> TokenTree:
         if (parent, token) not in zip(tree.parents, tree.token_ids, strict=True):
             tree.add(token, parent, f"source {len(tree)}", log_prob=-float(len(tree)))
     tree.draft_probs = torch.arange(len(tree), dtype=torch.float32)[:, None].expand(-1, 4)
+    return tree
+
+
+@st.composite
+def sure_trees(draw) -> TokenTree:
+    tree = draw(trees())
+    tree.draft_probs = None
+    tree.confidences = [draw(st.floats(0, 1)) for _ in range(len(tree))]
     return tree
 
 
@@ -81,20 +91,35 @@ def test_cut_keeps_the_first_nodes_within_its_limits(tree, max_nodes, max_depth)
 
 
 @often
-@given(trees(), trees(), st.integers(0, 20))
-def test_merge_is_the_union_behind_the_first_tree(first, second, max_nodes):
-    before = paths_of(first)
-    merged = first.merge(second, max_nodes)
-    found = paths_of(merged)
-    assert found[: len(first)] == before == paths_of(first), "the first tree comes first and is left alone"
+@given(st.lists(sure_trees(), min_size=1, max_size=3), st.integers(0, 20), st.integers(0, 4))
+def test_a_mixture_is_the_likeliest_part_of_the_union(proposals, max_nodes, max_depth):
+    before = [paths_of(tree) for tree in proposals]
+    mixed = mix(proposals, max_nodes, max_depth, None)
+    found, everything = paths_of(mixed), mix(proposals, 1000, 1000, None)
+    assert [paths_of(tree) for tree in proposals] == before, "the proposals are left alone"
     assert len(found) == len(set(found)), "no node twice"
-    union = set(before) | set(paths_of(second))
-    assert set(found) <= union
-    assert len(found) == max(len(first), min(max_nodes, len(union)))
-    for node in range(len(first), len(merged)):
-        theirs = paths_of(second).index(found[node])
-        assert merged.sources[node] == second.sources[theirs]
-        assert merged.log_probs[node] == second.log_probs[theirs]
+    assert set(paths_of(everything)) == {path for paths in before for path in paths}
+    worth = dict(zip(paths_of(everything), values(everything), strict=True))
+    within = {path: value for path, value in worth.items() if len(path) <= max_depth}
+    assert len(found) == min(max_nodes, len(within))
+    rest = [value for path, value in within.items() if path not in found]
+    assert not found or not rest or min(worth[path] for path in found) >= max(rest) - 1e-12
+    for path, source in zip(found, mixed.sources, strict=True):
+        who = {
+            name
+            for tree, paths in zip(proposals, before, strict=True)
+            if path in paths
+            for name in tree.sources[paths.index(path)].split("+")
+        }
+        assert set(source.split("+")) == who
+
+
+@often
+@given(st.lists(sure_trees(), min_size=1, max_size=3), st.integers(1, 3))
+def test_a_mixture_keeps_to_its_width(proposals, width):
+    mixed = mix(proposals, 1000, 1000, width)
+    assert all(mixed.parents.count(parent) <= width for parent in range(-1, len(mixed)))
+    assert width > 1 or mixed.is_chain
 
 
 @often

@@ -189,7 +189,7 @@ def test_assistants_that_live_in_transformers_own_loop(make, names, ours):
         (dict(max_nodes=2.5), "max_nodes"),
         (dict(max_nodes=True), "max_nodes"),
         (dict(tree_width=0), "tree_width"),
-        (dict(tree_width=None), "tree_width"),
+        (dict(tree_width=1.5), "tree_width"),
         (dict(acceptance="typical"), "acceptance"),
         (dict(acceptance=None), "acceptance"),
         (dict(schedule="sometimes"), "schedule"),

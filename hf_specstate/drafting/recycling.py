@@ -96,8 +96,22 @@ class RecyclingDrafter(Drafter):
             for row in range(context.sequences.batch_size)
         ]
 
-    def propose(self, request: DraftRequest) -> TokenTree:
-        """Grows level by level on the device, keeping the likeliest paths, and reads them all at once."""
+    def propose_rows(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
+        """All rows' trees are grown on the device, and read at once."""
+        grown = [self._grow(request) for request in requests]
+        values = to_host(torch.cat([level for levels in grown for level in levels], dim=1))
+        trees, start = [], 0
+        for levels in grown:
+            sizes = [level.shape[1] for level in levels]
+            trees.append(_tree_of([row[start : start + sum(sizes)] for row in values], sizes, self.name))
+            start += sum(sizes)
+        return trees
+
+    def _grow(self, request: DraftRequest) -> list[torch.Tensor]:
+        """
+        The likeliest paths, level by level: `(3, paths)` each, with the path of the level above that each of them goes
+        on, its token, and the chance that it is accepted then.
+        """
         table = self._tables[request.row]
         device = table.token_ids.device
         last = torch.tensor([UNSEEN, *request.token_ids][-2:], device=device)
@@ -111,8 +125,7 @@ class RecyclingDrafter(Drafter):
             parents = best // width
             before, tokens, chances = tokens[parents], found.flatten()[best].clamp(min=0), reached
             levels.append(torch.stack([parents.float(), tokens.float(), probs.flatten()[best]]))
-        values = to_host(torch.cat(levels, dim=1))
-        return _tree_of(values, [level.shape[1] for level in levels], self.name)
+        return levels
 
     def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
         for outcome in outcomes:
