@@ -9,6 +9,7 @@ import torch
 from families import FAMILIES, VOCAB, noisy_copy, tiny
 
 import hf_specstate
+from examples.bigram_drafter import BigramDrafter
 from hf_specstate import DRAFTERS
 
 NEW_TOKENS = 32
@@ -19,8 +20,8 @@ COMBINATIONS = (
     ((True, True, True), (True, False, False), (False, True, False), (False, False, True)),
 )
 CELLS = [
-    pytest.param(drafter, family, *choice, id=f"{drafter}-{family}-{'-'.join(names)}")
-    for i, drafter in enumerate(DRAFTERS)
+    pytest.param(drafter, family, *choice, id=f"{name}-{family}-{'-'.join(names)}")
+    for i, (name, drafter) in enumerate([*zip(DRAFTERS, DRAFTERS, strict=True), ("bigram", BigramDrafter())])
     for j, family in enumerate(FAMILIES)
     for choice in COMBINATIONS[(i + j) % 2]
     for names in [(("chain", "tree")[choice[0]], ("row", "batch")[choice[1]], ("greedy", "sampled")[choice[2]])]

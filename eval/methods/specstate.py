@@ -11,6 +11,7 @@ from hf_specstate.candidate_generator import SpecStateCandidateGenerator
 
 from .base import Method, MethodResult
 
+MIXTURE = ["history", "previous_drafts", "recycling"]  # the default without an assistant
 # name -> spec_config; another drafter or schedule is another line
 CONFIGS: dict[str, dict[str, Any]] = {
     "specstate_prompt_lookup_chain": {"drafters": ["prompt_lookup"], "max_nodes": 8},
@@ -18,6 +19,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "specstate_assistant_chain": {"drafters": ["assistant"], "max_nodes": 8},
     "specstate_assistant_tree": {"drafters": ["assistant"], "max_nodes": 16, "tree_width": 2},
     "specstate_stock": {"drafters": ["stock"], "max_nodes": 10},
+    # each source alone, all of them, and all but one
+    "specstate_history": {"drafters": ["history"], "max_nodes": 15},
+    "specstate_previous_drafts": {"drafters": ["previous_drafts"], "max_nodes": 15},
+    "specstate_recycling": {"drafters": ["recycling"], "max_nodes": 15},
+    "specstate_mixture": {"drafters": MIXTURE, "max_nodes": 15},
+    **{
+        f"specstate_without_{left_out}": {"drafters": [name for name in MIXTURE if name != left_out], "max_nodes": 15}
+        for left_out in MIXTURE
+    },
 }
 
 
