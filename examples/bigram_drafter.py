@@ -1,12 +1,10 @@
 """A complete drafter: after each token, what followed it last. docs/drafters.md explains it."""
 
-from dataclasses import dataclass
 from itertools import pairwise
 
 from hf_specstate import Drafter, TokenTree
 
 
-@dataclass
 class BigramDrafter(Drafter):
     name = "bigram"
 
