@@ -59,11 +59,14 @@ def main() -> None:
     rows = []
     for drafters in ([name] for name in MIXTURE):
         rows.append(timed(drafters, stream, history, len(tokenizer)))
-    rows.append(timed(MIXTURE, stream, history, len(tokenizer))) lines = table(["drafters", "proposing, ms (median)",
-    "95th percentile", "learning, ms (median)"], rows) command = " ".join(["python -m eval.proposing_cost",
-    *map(without_folders, sys.argv[1:])]) memory = f"{len(history):,} tokens of history take {held / 2**20:.1f} MiB:
-    {1e6 * held / len(history) / 2**20:.0f} MiB " text = "\n".join([f"`{command}`", "", *lines, "", memory + "per
-    million tokens.", ""]) print(text) if args.out is not None:
+    rows.append(timed(MIXTURE, stream, history, len(tokenizer)))
+    lines = table(["drafters", "proposing, ms (median)", "95th percentile", "learning, ms (median)"], rows)
+    command = " ".join(["python -m eval.proposing_cost", *map(without_folders, sys.argv[1:])])
+    per_million = 1e6 * held / len(history) / 2**20
+    memory = f"{len(history):,} tokens of history take {held / 2**20:.1f} MiB, {per_million:.0f} MiB per million."
+    text = "\n".join([f"`{command}`", "", *lines, "", memory, ""])
+    print(text)
+    if args.out is not None:
         args.out.write_text(text)
 
 
@@ -100,8 +103,8 @@ def timed(names: list[str], stream: list[int], history: DraftHistory, vocab_size
         start = time.perf_counter()
         candidates.observe([outcome])
         learning.append(1e3 * (time.perf_counter() - start))
-    percentile = statistics.quantiles(proposing, n=20)[-1] return [" + ".join(names), *(f"{x:.2f}" for x in
-    (statistics.median(proposing), percentile, statistics.median(learning)))]
+    figures = (statistics.median(proposing), statistics.quantiles(proposing, n=20)[-1], statistics.median(learning))
+    return [" + ".join(names), *(f"{milliseconds:.2f}" for milliseconds in figures)]
 
 
 if __name__ == "__main__":
