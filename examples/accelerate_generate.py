@@ -27,7 +27,7 @@ def main() -> None:
     if assistant is not None:
         assistant.to(accelerator.device)
 
-    results = []
+    texts, states = [], hf_specstate.SpecStates()
     with accelerator.split_between_processes(args.prompts) as prompts:
         if prompts:  # there may be more processes than prompts
             inputs = tokenizer(prompts, padding=True, return_tensors="pt", return_token_type_ids=False)
@@ -37,12 +37,13 @@ def main() -> None:
                 max_new_tokens=args.max_new_tokens,
             )  # fmt: skip
             texts = tokenizer.batch_decode(out.sequences[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-            results = list(zip(prompts, texts, (s.mean_tokens_per_forward for s in out.spec_states), strict=True))
-    results = gather_object(results)  # by rank, which is the order of the prompts
+            states = out.spec_states
+    # by rank, which is the order of the prompts
+    texts, states = gather_object(texts), hf_specstate.gather_spec_states(accelerator, states)
 
     if accelerator.is_main_process:
-        for prompt, text, tokens_per_forward in results:
-            print(f"{prompt!r} -> {text!r}  ({tokens_per_forward:.2f} tokens per forward)")
+        for prompt, text, sequence in zip(args.prompts, texts, states, strict=True):
+            print(f"{prompt!r} -> {text!r}  ({sequence.mean_tokens_per_forward:.2f} tokens per forward)")
     accelerator.end_training()
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from hf_specstate import enable
+from hf_specstate import DraftHistory, SpecStates, enable, gather_spec_states, synchronize_draft_history
 from tests.families import noisy_copy, prompt, tiny
 
 pytestmark = pytest.mark.slow
@@ -143,6 +143,32 @@ def check_sharded_model(rank: int) -> None:
         enable(copy.deepcopy(reference)).generate(prompt(), assistant_model=model, synced_gpus=True, **GREEDY)
 
 
-@pytest.mark.parametrize("check", [check_synced_ranks, check_sharded_model])
+def check_gathering(rank: int) -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.num_processes == 2
+    model = enable(tiny("llama"))
+    everybody = torch.cat([prompt(seed=seed) for seed in range(3)])
+    mine = everybody[:2] if rank == 0 else everybody[2:]
+    history = DraftHistory()
+    options = dict(assistant_model=noisy_copy(tiny("llama")), return_spec_states=True, draft_history=history)
+    out = model.generate(mine, **options, **GREEDY)
+    gathered = gather_spec_states(accelerator, out.spec_states)
+    want = model.generate(everybody, **options | dict(draft_history=None), **GREEDY)
+    assert [s.prompt_token_ids + s.token_ids for s in gathered] == want.sequences.tolist()
+    first = 2 * rank
+    for ours, theirs in zip(out.spec_states, gathered[first : first + len(mine)], strict=True):
+        assert [vars(r) for r in ours] == [vars(r) for r in theirs]
+    nobody = gather_spec_states(accelerator, out.spec_states if rank else SpecStates())
+    assert [s.token_ids for s in nobody] == [s.token_ids for s in gathered[2:]]
+
+    synchronize_draft_history(accelerator, history)
+    assert history._texts() == [("", tokens) for tokens in want.sequences.tolist()]
+    synchronize_draft_history(accelerator, history)
+    assert len(history) == want.sequences.numel()
+
+
+@pytest.mark.parametrize("check", [check_synced_ranks, check_sharded_model, check_gathering])
 def test_ranks_stay_in_step(check, tmp_path):
     run_ranks(check, tmp_path)
