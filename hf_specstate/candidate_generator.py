@@ -100,7 +100,7 @@ class SpecStateCandidateGenerator(CandidateGenerator):
                 raise TypeError(f"`propose` must return a TokenTree, got {type(proposal).__name__}")
             proposal.check(self.context.vocab_size)
         return [
-            proposal.cut(request.max_nodes, request.max_depth, request.width)
+            mix([proposal], request.max_nodes, request.max_depth, request.width)
             for request, proposal in zip(requests, proposals, strict=True)
         ]
 

@@ -3,30 +3,29 @@
 import torch
 from transformers import LogitsProcessor
 
-CONDITIONING_STRENGTH = 1.0  # added to a logit; e times the odds of a token that the target itself named before
-
 
 class SpecStateLogitsProcessor(LogitsProcessor):
     """
     One instance stands last in the **target's** processor list and captures the processed scores of the committed
-    path. Another stands in an **assistant's** list and conditions its scores on what the target answered, after the
-    last mismatch, at the positions now being drafted (the *answer tail*); the conditioned distribution is the one that
-    acceptance uses. Captures are keyed by length, because the stock assisted loop calls processors at every drafted
-    position and hands the same list to its assistant.
+    path. Another stands in an **assistant's** list and conditions its scores on what earlier rounds say about the
+    positions now being drafted: the distribution q becomes the mixture (1 - w) q + w on the expected token, with the
+    weight w of whoever expects it. The conditioned distribution is the one that acceptance uses. Captures are keyed by
+    length, because the stock assisted loop calls processors at every drafted position and hands the same list to its
+    assistant.
 
     Args:
-        strength (`float`, *optional*, defaults to 0.0):
-            Added to the logits of expected tokens. 0 only captures.
+        captures (`bool`, *optional*, defaults to `True`): Capture scores, rather than condition them.
     """
 
-    def __init__(self, strength: float = 0.0):
-        self.strength = strength
+    def __init__(self, captures: bool = True):
+        self.captures = captures
         self.captured: dict[int, torch.Tensor] = {}
-        self._expected: dict[int, dict[int, int]] = {}
+        self.plain_probs: dict[int, torch.Tensor] = {}  # row -> q of the last token that was expected in it
+        self._expected: dict[int, tuple[int, int, float]] = {}
 
-    def expect(self, row: int, start: int, tokens: list[int]) -> None:
-        """Says that `tokens` are expected in `row` at the sequence positions `start`, `start + 1`, … and no others."""
-        self._expected[row] = {start + offset: token for offset, token in enumerate(tokens)}
+    def expect(self, row: int, length: int, token: int, weight: float) -> None:
+        """Says that `token` is expected after `length` tokens of `row`, and nothing else there any more."""
+        self._expected[row] = (length, token, weight)
 
     def scores_at(self, length: int, row: int) -> torch.Tensor:
         """`torch.FloatTensor` of shape `(vocab_size,)`: the last processed scores after `length` tokens of `row`."""
@@ -41,12 +40,21 @@ class SpecStateLogitsProcessor(LogitsProcessor):
         Returns:
             `torch.FloatTensor` of shape `(batch_size, vocab_size)`.
         """
-        length = input_ids.shape[1]
-        if self.strength:
-            scores = scores.clone()
-            for row, expected in self._expected.items():
-                if row < scores.shape[0] and expected.get(length, scores.shape[1]) < scores.shape[1]:
-                    scores[row, expected[length]] += self.strength
-        else:
-            self.captured[length] = scores
-        return scores
+        if self.captures:
+            self.captured[input_ids.shape[1]] = scores
+            return scores
+        due = [
+            (row, token, weight)
+            for row, (length, token, weight) in self._expected.items()
+            if length == input_ids.shape[1] and row < scores.shape[0] and token < scores.shape[1]
+        ]
+        if not due:
+            return scores
+        rows, tokens, weights = zip(*due, strict=True)
+        places = torch.tensor([rows, tokens], device=scores.device).unbind()
+        q = scores[places[0]].softmax(dim=-1).gather(1, places[1][:, None]).squeeze(1)
+        self.plain_probs.update(zip(rows, q, strict=True))
+        weight = torch.tensor(weights, device=scores.device, dtype=scores.dtype)
+        # what turns q into the mixture if the other scores stay; a token that was ruled out stays so
+        gain = torch.where(q > 0, (weight / ((1 - weight) * q)).log1p(), 0)
+        return scores.index_put(places, gain, accumulate=True)

@@ -1,6 +1,7 @@
 """The candidate generator and the logits processor: in transformers' own assisted loop, and in the package's."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from transformers import LlamaForCausalLM, LogitsProcessorList
 import hf_specstate
 from hf_specstate import SpecStateCandidateGenerator, SpecStateConfig, SpecStateLogitsProcessor, TokenTree
 from hf_specstate.drafting import AssistantDrafter, DraftContext, DraftOutcome, PromptLookupDrafter
-from hf_specstate.drafting.assistant import answer_tail
+from hf_specstate.drafting import expectations as expectations_module
+from hf_specstate.drafting.expectations import Expectations, answer_tail
 from hf_specstate.scheduling import HeuristicLength
 from hf_specstate.sequences import Sequences
 
@@ -98,29 +100,87 @@ def test_the_pair_in_the_packages_loop(plain, drafter):
 # ---------------------------------------------------------------------- conditioning
 
 
-def test_expected_tokens_gain_exactly_the_strength():
-    conditioner = SpecStateLogitsProcessor(strength=2.5)
-    conditioner.expect(1, start=4, tokens=[3, 0])
+def test_conditioned_scores_are_a_mixture():
+    conditioner = SpecStateLogitsProcessor(captures=False)
+    conditioner.expect(1, length=4, token=3, weight=0.3)
     scores = torch.randn(2, 6)
-    before = scores.clone()
-    for length, token in ((3, None), (4, 3), (5, 0), (6, None)):
-        gained = conditioner(torch.zeros((2, length), dtype=torch.long), scores) - before
-        want = torch.zeros(2, 6)
-        if token is not None:
-            want[1, token] = 2.5
-        torch.testing.assert_close(gained, want)
+    before, q = scores.clone(), scores.softmax(dim=-1)
+    for length in (3, 4, 5):
+        got = conditioner(torch.zeros((2, length), dtype=torch.long), scores)
+        want = q.clone()
+        if length == 4:
+            want[1] *= 0.7
+            want[1, 3] += 0.3
+            assert float(conditioner.plain_probs[1]) == pytest.approx(float(q[1, 3]))
+        torch.testing.assert_close(got.softmax(dim=-1), want)
     assert torch.equal(scores, before), "the scores passed in are left alone"
+    assert not conditioner.captured
 
 
 def test_the_newest_expectation_of_a_row_counts():
-    conditioner = SpecStateLogitsProcessor(strength=1.0)
-    conditioner.expect(0, start=4, tokens=[3, 5])
-    conditioner.expect(0, start=5, tokens=[1])
-    conditioner.expect(2, start=5, tokens=[2])  # a row that is not in the batch (any more)
-    conditioner.expect(1, start=5, tokens=[99])  # a token beyond the vocabulary
+    conditioner = SpecStateLogitsProcessor(captures=False)
+    conditioner.expect(0, length=4, token=3, weight=0.5)
+    conditioner.expect(0, length=5, token=1, weight=0.5)
+    conditioner.expect(2, length=5, token=2, weight=0.5)  # a row that is not in the batch (any more)
+    conditioner.expect(1, length=5, token=99, weight=0.5)  # a token beyond the vocabulary
     for length, token in ((4, None), (5, 1)):
         raised = conditioner(torch.zeros((2, length), dtype=torch.long), torch.zeros(2, 6)).nonzero().tolist()
         assert raised == ([] if token is None else [[0, token]])
+
+
+def test_tokens_that_a_processor_ruled_out_are_not_expected_back():
+    conditioner = SpecStateLogitsProcessor(captures=False)
+    conditioner.expect(0, length=4, token=2, weight=0.9)
+    scores = torch.tensor([[0.0, 1.0, -torch.inf]])
+    assert torch.equal(conditioner(torch.zeros((1, 4), dtype=torch.long), scores), scores)
+
+
+def expecting(weight: float = 0.2, prompt: tuple[int, ...] = (1, 2, 3), **kwargs) -> Expectations:
+    sequences = Sequences(torch.tensor([prompt]), None, pad_token_id=0)
+    sources = kwargs.pop("sources", ("answer_tail", "history"))
+    return Expectations(SimpleNamespace(sequences=sequences), weight, sources)
+
+
+def told(expectations: Expectations, row: int, tree: TokenTree, accepted: list[int], added: int, answers) -> None:
+    tokens = [tree.token_ids[node] for node in accepted] + [added]
+    for token in tokens:
+        expectations._sequences.commit(row, token)
+    expectations.observe([DraftOutcome(row, tree, accepted, tokens, answers)])
+
+
+def test_a_source_that_is_right_where_the_assistant_is_not_gains_weight():
+    wrong, right = expecting(sources=("answer_tail",)), expecting(sources=("answer_tail",))
+    draft = TokenTree.from_paths([[10, 11]], "any")
+    for _ in range(200):
+        for expectations, added in ((wrong, 90), (right, 91)):
+            told(expectations, 0, draft, [], 30, [30, 91, 92])  # leaves 91, 92
+            expectation = expectations.next(0, [])
+            assert expectation.token == 91
+            expectations.note(0, [], expectation, q=0.05)
+            told(expectations, 0, TokenTree(), [], added, [added])
+            assert expectations.next(0, []) is None
+    assert right.weights["answer_tail"] > 0.9
+    assert wrong.weights["answer_tail"] < 0.02
+    told(wrong, 0, draft, [], 30, [30, 91, 92])
+    assert wrong.next(0, []).weight == 0.0, "it is watched, and not used"
+
+
+def test_a_source_that_knows_no_more_than_the_assistant_stays_where_it_is():
+    expectations = expecting(sources=("answer_tail",))
+    draft = TokenTree.from_paths([[10, 11]], "any")
+    for _ in range(50):
+        told(expectations, 0, draft, [], 30, [30, 91, 92])
+        expectations.note(0, [], expectations.next(0, []), q=1.0)
+        told(expectations, 0, TokenTree(), [], 91, [91])
+    assert expectations.weights["answer_tail"] == pytest.approx(0.2)
+
+
+def test_history_is_expected_while_the_draft_follows_it():
+    expectations = expecting(prompt=(5, 6, 7, 8, 9, 5, 6))
+    assert expectations.next(0, []).token == 7 and expectations.next(0, []).source == "history"
+    assert expectations.next(0, [7, 8]).token == 9
+    assert expectations.next(0, [7, 1]) is None
+    assert expecting(prompt=(5, 6, 7, 1, 6)).next(0, []) is None, "one token is no match"
 
 
 CHAIN = TokenTree.from_paths([[10, 11, 12]], "any")
@@ -161,15 +221,16 @@ def drafts(conditioning: float, plain) -> list[list[int]]:
 
 
 def test_conditioning_changes_drafts_and_never_the_text(plain):
-    unconditioned, conditioned = drafts(0.0, plain), drafts(3.0, plain)
+    unconditioned, conditioned = drafts(0.0, plain), drafts(0.6, plain)
     assert unconditioned == drafts(0.0, plain)
     assert conditioned != unconditioned
     assert conditioned[:2] == unconditioned[:2], "before the first answers there is nothing to condition on"
 
 
-def test_strong_conditioning_drafts_the_answer_tail(plain):
-    """With 1,000 logits on it, whatever the target answered behind a mismatch is what is drafted next."""
-    model = in_stock_loop(lambda: AssistantDrafter(conditioning=1000.0))
+def test_strong_conditioning_drafts_the_answer_tail(plain, monkeypatch):
+    """With nearly all weight on it, whatever the target answered behind a mismatch is what is drafted next."""
+    monkeypatch.setattr(expectations_module, "RATE", 0.0)
+    model = in_stock_loop(lambda: AssistantDrafter(conditioning=0.999, expect_from=("answer_tail",)))
     generate(model, assistant_model=noisy_copy(llama(), noise=0.3))
     tails = list(map(answer_tail, model.outcomes))
     assert any(tails)

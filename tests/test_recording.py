@@ -25,9 +25,8 @@ from transformers import (
 
 from hf_specstate import SpecRound, SpecSequence, SpecStates, TokenTree, enable, probe
 from hf_specstate.compat import CACHE_NAME
-from hf_specstate.drafting import AssistantDrafter, DraftOutcome
-from hf_specstate.drafting.assistant import answer_tail
-from hf_specstate.logits_processor import CONDITIONING_STRENGTH
+from hf_specstate.drafting import AssistantDrafter, DraftOutcome, expectations
+from hf_specstate.drafting.expectations import answer_tail
 from tests.families import VOCAB, noisy_copy, prompt, tiny
 from tests.test_conformance import make_inputs
 from tests.test_integrations import (
@@ -252,13 +251,16 @@ DRAFTING = {  # name -> (options of the call, fields of its configuration, the p
 }
 
 
-@pytest.mark.parametrize("conditioning", [0.0, CONDITIONING_STRENGTH], ids=["unconditioned", "conditioned"])
+@pytest.mark.parametrize("conditioning", [0.0, 0.4], ids=["unconditioned", "conditioned"])
 @pytest.mark.parametrize("way", DRAFTING)
-def test_draft_logprobs_of_an_assistant(way, conditioning):
+def test_draft_logprobs_of_an_assistant(way, conditioning, monkeypatch):
+    monkeypatch.setattr(expectations, "RATE", 0.0)  # the weight stays what it is
     model, reference, _ = trio()
     draft = noisy_copy(reference, noise=0.2)
     options, config, processors = DRAFTING[way]
-    config = STRICT | config | dict(drafters=[AssistantDrafter(conditioning=conditioning)])
+    config = (
+        STRICT | config | dict(drafters=[AssistantDrafter(conditioning=conditioning, expect_from=("answer_tail",))])
+    )
     torch.manual_seed(0)
     out = model.generate(
         prompt(12), **options, max_new_tokens=24, assistant_model=draft, spec_config=config, return_spec_states=True
@@ -272,11 +274,12 @@ def test_draft_logprobs_of_an_assistant(way, conditioning):
         ):
             path = paths[1 + parent]
             logits, _ = answer(draft, context + path)
-            scores = process(torch.tensor([context + path]), logits[None])[0].clone()
+            probs = process(torch.tensor([context + path]), logits[None])[0].softmax(dim=-1)
             if len(path) < len(tail):
-                scores[tail[len(path)]] += conditioning
+                probs = (1 - conditioning) * probs
+                probs[tail[len(path)]] += conditioning
                 conditioned += 1
-            assert logprob == pytest.approx(float(scores.log_softmax(dim=-1)[token]), abs=1e-3)
+            assert logprob == pytest.approx(float(probs[token].log()), abs=1e-3)
         tree = TokenTree(spec_round.token_ids, spec_round.parents, spec_round.draft_logprobs, spec_round.sources)
         accepted, tokens = spec_round.accepted, spec_round.committed_token_ids
         tail = answer_tail(DraftOutcome(0, tree, accepted, tokens, spec_round.target_token_ids))

@@ -159,7 +159,8 @@ def check_gathering(rank: int) -> None:
     assert [s.prompt_token_ids + s.token_ids for s in gathered] == want.sequences.tolist()
     first = 2 * rank
     for ours, theirs in zip(out.spec_states, gathered[first : first + len(mine)], strict=True):
-        assert [vars(r) for r in ours] == [vars(r) for r in theirs]
+        names = ("index", "start", "token_ids", "sources", "accepted", "target_token_ids", "target_logprobs", "seconds")
+        assert [[getattr(r, n) for n in names] for r in ours] == [[getattr(r, n) for n in names] for r in theirs]
     nobody = gather_spec_states(accelerator, out.spec_states if rank else SpecStates())
     assert [s.token_ids for s in nobody] == [s.token_ids for s in gathered[2:]]
 

@@ -13,12 +13,13 @@ from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, Lo
 
 from ..compat import CACHE_NAME
 from ..host import to_host
-from ..logits_processor import CONDITIONING_STRENGTH, SpecStateLogitsProcessor
+from ..logits_processor import SpecStateLogitsProcessor
 from ..model_support import probe
 from ..token_tree import IDLE_DEPTH, TokenTree, TreeBatch
 from ..validation import check_encoder_inputs, check_support
 from ..verification import CachedModel
 from .base import DraftContext, Drafter, DraftOutcome, DraftRequest
+from .expectations import Expectation, Expectations
 
 
 @dataclass
@@ -31,14 +32,17 @@ class AssistantDrafter(Drafter):
     caught up in one forward first.
 
     Args:
-        conditioning (`float`, *optional*, defaults to 1.0):
-            Logits that a token gains for having been the target's own answer at the same position in the round before.
+        conditioning (`float`, *optional*, defaults to 0.2):
+            Weight that earlier rounds have, to begin with, in what the assistant drafts; see [`Expectations`]. It is
+            learned from then on. 0 leaves the assistant to itself.
+        expect_from (`tuple[str]`, *optional*, defaults to `("answer_tail", "history")`): What is listened to.
     """
 
     name: ClassVar[str] = "assistant"
     wants_answers: ClassVar[bool] = True
     default_width: ClassVar[int | None] = 1  # each alternative has to be run through the assistant
-    conditioning: float = CONDITIONING_STRENGTH
+    conditioning: float = 0.2
+    expect_from: tuple[str, ...] = ("answer_tail", "history")
 
     def needs_lockstep(self, context: DraftContext) -> bool:
         if context.assistant_model is None:
@@ -56,10 +60,10 @@ class AssistantDrafter(Drafter):
         self._sequences = context.sequences
         self._is_prefilled = False
         self._cached: CachedModel
-        self._conditioner = SpecStateLogitsProcessor(strength=self.conditioning)
-        self._processors = LogitsProcessorList(context.logits_processor)
-        if self.conditioning:  # at strength 0 it would keep every score instead
-            self._processors.append(self._conditioner)
+        self._conditioner = SpecStateLogitsProcessor(captures=False)
+        self._processors = LogitsProcessorList([*context.logits_processor, self._conditioner])
+        sources = self.expect_from if self.conditioning else ()
+        self._expectations = Expectations(context, self.conditioning, sources)
         self._generator = _private_generator(context.input_ids.device)
         self._threshold = context.config.confidence_threshold
         self._draws = context.config.acceptance == "rejection" and bool(context.generation_config.do_sample)
@@ -90,8 +94,7 @@ class AssistantDrafter(Drafter):
         return [self._trees[request.row] for request in requests]
 
     def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
-        for outcome in outcomes:
-            self._conditioner.expect(outcome.row, self._sequences.length(outcome.row), answer_tail(outcome))
+        self._expectations.observe(outcomes)
 
     # ------------------------------------------------------------------ the assistant's cache
 
@@ -180,22 +183,40 @@ class AssistantDrafter(Drafter):
 
     def _add_children(self, growing: dict[int, "_Growth"], logits: torch.Tensor) -> None:
         """Gives the node that each growing row stands at its children."""
+        expected = self._expect(growing)
         probs = self._process(growing, logits).softmax(dim=-1)  # [growing, target vocab]
         if self._draws:
             chosen = torch.multinomial(probs, num_samples=1, generator=self._generator)  # [growing, 1]
         else:
             width = max(growth.width for growth in growing.values())
             chosen = probs.topk(min(width, probs.shape[1]), dim=-1).indices  # [growing, width]
-        # one read for both: ids below 2**24 are exact in float32
-        answers = to_host(torch.cat([chosen.float(), probs.gather(1, chosen)], dim=1))
+        nothing = probs.new_zeros(())
+        plain_probs = torch.stack([self._conditioner.plain_probs.get(row, nothing) for row in growing])
+        # one read for all: ids below 2**24 are exact in float32
+        answers = to_host(torch.cat([plain_probs[:, None], chosen.float(), probs.gather(1, chosen)], dim=1))
         for place, (row, growth) in enumerate(growing.items()):
-            tree, ids = self._trees[row], answers[place][: chosen.shape[1]]
-            for token, prob in list(zip(ids, answers[place][chosen.shape[1] :], strict=True))[: growth.width]:
+            tree, (plain_prob, *answer) = self._trees[row], answers[place]
+            if row in expected:
+                self._expectations.note(row, *expected[row], plain_prob)
+            pairs = list(zip(answer[: chosen.shape[1]], answer[chosen.shape[1] :], strict=True))
+            for token, prob in pairs[: growth.width]:
                 if len(tree) < growth.max_nodes and prob > 0:
                     growth.offer(tree.add(int(token), growth.node, self.name, math.log(prob)), tree)
             if self._draws:
                 growth.distributions.append(probs[place])
                 tree.draft_probs = torch.stack(growth.distributions)
+
+    def _expect(self, growing: dict[int, "_Growth"]) -> dict[int, tuple[list[int], Expectation]]:
+        """What earlier rounds say about the children of the nodes that the rows stand at: `(path, expectation)`."""
+        expected = {}
+        for row, growth in growing.items():
+            tree = self._trees[row]
+            path = [tree.token_ids[node] for node in tree.path_to(growth.node)]
+            if (expectation := self._expectations.next(row, path)) is not None:
+                length = self._sequences.length(row) + len(path)
+                self._conditioner.expect(row, length, expectation.token, expectation.weight)
+                expected[row] = (path, expectation)
+        return expected
 
     def _process(self, growing: dict[int, "_Growth"], logits: torch.Tensor) -> torch.Tensor:
         """The assistant's scores over the target's vocabulary, under the processors, `(growing, vocab_size)`."""
@@ -244,23 +265,6 @@ class _Growth:
         self.node = best[1]
         # only what came before a token may decide whether it is drafted, so an unsure token itself is still offered
         return self.threshold is None or math.exp(tree.log_probs[self.node]) >= self.threshold
-
-
-def answer_tail(outcome: DraftOutcome) -> list[int]:
-    """
-    What the target answered after the mismatch of a round, along the rest of the draft: a guess at what follows the
-    tokens that were committed. Empty if the whole draft was accepted.
-    """
-    node = outcome.accepted[-1] if outcome.accepted else -1
-    tail: list[int] = []
-    if outcome.answers and len(outcome.accepted) == len(outcome.token_ids):
-        tail.append(outcome.answers[1 + node])  # the last token was drafted: this is no guess
-    while True:
-        children = [child for child, parent in enumerate(outcome.tree.parents) if parent == node]
-        if not children or not outcome.answers:
-            return tail
-        node = children[0]  # the draft's own first choice
-        tail.append(outcome.answers[1 + node])
 
 
 def _private_generator(device: torch.device) -> torch.Generator:
