@@ -8,6 +8,7 @@ import torch
 import hf_specstate
 from eval.measure import Watched
 from hf_specstate.candidate_generator import SpecStateCandidateGenerator
+from hf_specstate.drafting import AssistantDrafter
 
 from .base import Method, MethodResult
 
@@ -18,6 +19,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "specstate_prompt_lookup_tree": {"drafters": ["prompt_lookup"], "max_nodes": 16, "tree_width": 2},
     "specstate_assistant_chain": {"drafters": ["assistant"], "max_nodes": 8},
     "specstate_assistant_tree": {"drafters": ["assistant"], "max_nodes": 16, "tree_width": 2},
+    "specstate_assistant_unconditioned": {"drafters": [AssistantDrafter(conditioning=0.0)], "max_nodes": 8},
     "specstate_stock": {"drafters": ["stock"], "max_nodes": 10},
     # each source alone, all of them, and all but one
     "specstate_history": {"drafters": ["history"], "max_nodes": 15},
@@ -43,7 +45,7 @@ class SpecState(Method):
 
     @property
     def _uses_assistant(self) -> bool:
-        return "assistant" in self.spec_config["drafters"]
+        return any(getattr(drafter, "name", drafter) == "assistant" for drafter in self.spec_config["drafters"])
 
     def refusal(self, batch_size: int, do_sample: bool, has_assistant: bool) -> str | None:
         if self._uses_assistant and not has_assistant:

@@ -43,9 +43,9 @@ class Expectations:
     """
     Guesses at the tokens of each row, from two sources: the `answer_tail` of the last round, position by position, and
     `history`, how the text went on where its last tokens had occurred before, while the draft follows that. A source's
-    weight is the share of the tokens that it explains better than the assistant alone: with weight w, assistant's
-    probability q of the guess, and r = w / (w + (1 - w) q) if the guess was right, else 0, w moves towards r (one step of
-    expectation maximisation for the mixture (1 - w) q + w). It goes to zero for guesses that are wrong.
+    weight is the share of the tokens that it explains better than the assistant alone: with weight w, the assistant's
+    probability q of the guess, and r = w / (w + (1 - w) q) if the guess was right, else 0, w moves towards r (one step
+    of expectation maximisation for the mixture (1 - w) q + w). It goes to zero for guesses that are wrong.
 
     Args:
         context ([`DraftContext`]): The generation.
