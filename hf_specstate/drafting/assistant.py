@@ -32,7 +32,7 @@ class AssistantDrafter(Drafter):
     caught up in one forward first.
 
     Args:
-        conditioning (`float`, *optional*, defaults to 0.2):
+        conditioning (`float`, *optional*, defaults to 0.05):
             Weight that earlier rounds have, to begin with, in what the assistant drafts; see [`Expectations`]. It is
             learned from then on. 0 leaves the assistant to itself.
         expect_from (`tuple[str]`, *optional*, defaults to `("answer_tail", "history")`): What is listened to.
@@ -41,7 +41,7 @@ class AssistantDrafter(Drafter):
     name: ClassVar[str] = "assistant"
     wants_answers: ClassVar[bool] = True
     default_width: ClassVar[int | None] = 1  # each alternative has to be run through the assistant
-    conditioning: float = 0.2
+    conditioning: float = 0.05
     expect_from: tuple[str, ...] = ("answer_tail", "history")
 
     def needs_lockstep(self, context: DraftContext) -> bool:

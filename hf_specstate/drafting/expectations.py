@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from .base import DraftContext, DraftOutcome
 from .suffix_index import LONGEST_MATCH, SuffixIndex
 
-RATE = 0.05  # at which weights follow what happens
+RATE = 0.05  # at which weights follow what happens, after
+WARM_UP = 8  # guesses that the weight to begin with is worth
 LEAST = 0.01  # of a weight, from which it can still recover
 USED_FROM = 0.02  # a source with less is only watched
 SHORTEST_MATCH = 2  # tokens, for the text to be expected to go on as it did before
@@ -56,6 +57,7 @@ class Expectations:
     def __init__(self, context: DraftContext, weight: float, sources: tuple[str, ...]):
         self._sequences = context.sequences
         self.weights = dict.fromkeys(sources, weight)
+        self._seen = dict.fromkeys(sources, 0)
         batch_size = context.sequences.batch_size
         self._tails: list[list[int]] = [[] for _ in range(batch_size)]
         self._continuations: list[list[int] | None] = [None] * batch_size  # None: not looked up in this round
@@ -107,4 +109,6 @@ class Expectations:
     def _learn(self, expectation: Expectation, was_right: bool, q: float) -> None:
         weight = self.weights[expectation.source]
         explained = weight / (weight + (1 - weight) * q) if was_right else 0.0
-        self.weights[expectation.source] = max(LEAST, weight + RATE * (explained - weight))
+        rate = max(RATE, 1 / (WARM_UP + self._seen[expectation.source]))
+        self._seen[expectation.source] += 1
+        self.weights[expectation.source] = max(LEAST, weight + rate * (explained - weight))

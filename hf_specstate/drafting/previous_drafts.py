@@ -11,7 +11,7 @@ from .suffix_index import LONGEST_MATCH, SuffixIndex
 
 MOST_BRANCHES = 4
 # how likely the first token of each kind of tail is accepted, and how much less likely each further one is
-ANSWER_TAIL, SUBSTITUTED, REALIGNED, INSERTED, PROMPT_FILL, ANYTHING = 0.3, 0.2, 0.5, 0.08, 0.2, 0.02
+ANSWER_TAIL, SUBSTITUTED, REALIGNED, INSERTED, PROMPT_FILL, ANYTHING = 0.05, 0.02, 0.2, 0.01, 0.1, 0.005
 FADING = 0.85
 
 
@@ -41,7 +41,7 @@ class PreviousDraftsDrafter(Drafter):
 
     def start(self, context: DraftContext) -> None:
         self._last: dict[int, DraftOutcome] = {}
-        self._random = random.Random(0)
+        self._random = [random.Random(0) for _ in range(context.sequences.batch_size)]
         self._prompts = [SuffixIndex() for _ in range(context.sequences.batch_size)]
         for row, index in enumerate(self._prompts):
             index.extend(context.encoder_tokens(row) or context.sequences.prompt(row))
@@ -75,7 +75,7 @@ class PreviousDraftsDrafter(Drafter):
 
     def _piece(self, row: int, length: int) -> list[int]:
         prompt = self._prompts[row].tokens
-        start = self._random.randrange(max(1, len(prompt) - length))
+        start = self._random[row].randrange(max(1, len(prompt) - length))
         return prompt[start : start + length].tolist()
 
 
