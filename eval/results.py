@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_specstate import SpecSequence
+from hf_specstate.token_tree import names_of
 
 from .config import FIXED
 from .conversation import Turn
@@ -186,8 +187,9 @@ def _acceptance(rounds: SpecSequence | None) -> dict[str, Any]:
         for node, (depth, source) in enumerate(zip(spec_round.depths, spec_round.sources, strict=True)):
             drafted[depth] += 1
             accepted[depth] += node in spec_round.accepted
-            by_source[source][0] += 1
-            by_source[source][1] += node in spec_round.accepted
+            for name in names_of(source):
+                by_source[name][0] += 1
+                by_source[name][1] += node in spec_round.accepted
     return {
         "accepted_by_depth": [[depth, drafted[depth], accepted[depth]] for depth in sorted(drafted)],
         "by_source": dict(by_source),

@@ -3,7 +3,10 @@
 import math
 from collections import Counter
 from collections.abc import Iterable
+from itertools import chain
 from typing import TYPE_CHECKING
+
+from .token_tree import names_of
 
 if TYPE_CHECKING:
     from .states import SpecRound
@@ -66,17 +69,19 @@ class DraftStatistics:
 
     @property
     def drafted_by_source(self) -> dict[str, int]:
-        """Drafter -> how many of its tokens were verified."""
-        return dict(Counter(source for spec_round in self._rounds() for source in spec_round.sources))
+        """Source -> how many of its tokens were verified. A token that several sources proposed counts for each."""
+        drafted = (source for spec_round in self._rounds() for source in spec_round.sources)
+        return dict(Counter(chain.from_iterable(map(names_of, drafted))))
 
     @property
     def accepted_by_source(self) -> dict[str, int]:
-        """Drafter -> how many of its tokens were committed."""
-        taken = Counter(spec_round.sources[node] for spec_round in self._rounds() for node in spec_round.accepted)
+        """Source -> how many of its tokens were committed."""
+        accepted = (spec_round.sources[node] for spec_round in self._rounds() for node in spec_round.accepted)
+        taken = Counter(chain.from_iterable(map(names_of, accepted)))
         return {source: taken[source] for source in self.drafted_by_source}
 
     @property
     def acceptance_by_source(self) -> dict[str, float]:
-        """Drafter -> accepted / drafted tokens of it."""
+        """Source -> accepted / drafted tokens of it."""
         accepted = self.accepted_by_source
         return {source: accepted[source] / drafted for source, drafted in self.drafted_by_source.items()}

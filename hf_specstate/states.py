@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .draft_statistics import DraftStatistics
-from .token_tree import depths_of
+from .token_tree import depths_of, names_of
 
 if TYPE_CHECKING:
     import os
@@ -33,7 +33,8 @@ class SpecRound:
         start (`int`): Place of the round's first committed token among the row's new tokens.
         token_ids (`list[int]` of length `nodes`): The drafted tokens, as verified.
         parents (`list[int]` of length `nodes`): Index of each node's parent; -1 for the last token committed before.
-        sources (`list[str]` of length `nodes`): Name of the drafter of each node.
+        sources (`list[str]` of length `nodes`):
+            Who proposed each node: a drafter, or one of its methods (see `docs/drafters.md`); several joined by `+`.
         draft_logprobs (`list[float]` of length `nodes`):
             Natural log of the probability that the drafter gave to the token at this place, under the very distribution
             that it drafted from (processors and conditioning included). NaN for point masses, such as looked-up tokens.
@@ -173,7 +174,7 @@ class SpecSequence(DraftStatistics):
 
     def drafted_mask(self, source: str | None = None) -> list[bool]:
         """For each new token: did it come from a draft of `source` (of any source if absent)?"""
-        return [known is not None and source in (None, known) for known in self.token_sources]
+        return [known is not None and source in (None, *names_of(known)) for known in self.token_sources]
 
 
 class SpecStates(DraftStatistics):

@@ -8,6 +8,11 @@ from dataclasses import dataclass, field
 import torch
 
 
+def names_of(source: str) -> list[str]:
+    """Who proposed a node: `"history+recycling"` is two."""
+    return source.split("+")
+
+
 def depths_of(parents: Sequence[int]) -> list[int]:
     """Distance of each node of a tree from its root, 1 for the root's children, whose parent is -1."""
     depths: list[int] = []
@@ -28,7 +33,7 @@ class TokenTree:
         log_probs (`list[float]` of length `nodes`):
             Natural log of the drafter's probability of the node given its parent; NaN where it has none.
         sources (`list[str]` of length `nodes`):
-            Who proposed each node: the name of a drafter, or of one of its methods; several are joined by `+`.
+            Who proposed each node: the name of a drafter, or of one of its methods; several joined by `+`.
         confidences (`list[float]` of length `nodes`):
             How likely, says the drafter, each node is accepted if its parent is; NaN where it says nothing.
         draft_probs (`torch.Tensor` of shape `(nodes, vocab_size)`, *optional*):

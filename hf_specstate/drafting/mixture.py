@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ..scheduling.prior import acceptance, values
-from ..token_tree import TokenTree
+from ..token_tree import TokenTree, names_of
 
 
 def mix(proposals: Sequence[TokenTree], max_nodes: int, max_depth: int, max_width: int | None) -> TokenTree:
@@ -44,8 +44,8 @@ AGREEMENT = 0.5  # of the doubt that is left when another source names the same 
 
 
 def _agree(merged: TokenTree, known: int, proposal: TokenTree, node: int) -> None:
-    names = merged.sources[known].split("+")
-    new = [name for name in proposal.sources[node].split("+") if name not in names]
+    names = names_of(merged.sources[known])
+    new = [name for name in names_of(proposal.sources[node]) if name not in names]
     if not new:
         return
     merged.sources[known] = "+".join(names + new)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..token_tree import TokenTree
+from ..token_tree import TokenTree, names_of
 from .base import DraftContext, Drafter, DraftOutcome, DraftRequest
 from .suffix_index import LONGEST_MATCH, SuffixIndex
 
@@ -117,7 +117,7 @@ def _add_path(tree: TokenTree, path: list[int], source: str, confidence: float, 
         node = tree.child(parent, token)
         if node is None:
             node = tree.add(token, parent, source, confidence=confidence * FADING ** max(place - skip, 0))
-        elif source not in tree.sources[node].split("+") and place >= skip:
+        elif source not in names_of(tree.sources[node]) and place >= skip:
             tree.sources[node] += f"+{source}"
             tree.confidences[node] = max(tree.confidences[node], confidence)
         parent = node
