@@ -340,25 +340,28 @@ def recount(rounds: list[SpecRound]) -> dict:
     drafted, accepted = Counter(), Counter()  # by source
     at_depth: dict[int, list[bool]] = defaultdict(list)
     committed: list[int] = []  # tokens of each round after the prefill
-    total = 0
+    total = nodes = taken = 0
     for spec_round in rounds:
         depths: dict[int, int] = {}
         for node, parent in enumerate(spec_round.parents):
             depths[node] = 1 if parent == -1 else depths[parent] + 1
         for depth in set(depths.values()):
             at_depth[depth].append(any(depths[node] == depth for node in spec_round.accepted))
-        drafted.update(spec_round.sources)
-        accepted.update(spec_round.sources[node] for node in spec_round.accepted)
+        nodes += len(spec_round.sources)
+        taken += len(spec_round.accepted)
+        for node, source in enumerate(spec_round.sources):  # "a+b" is a token that both proposed
+            drafted.update(source.split("+"))
+            accepted.update(source.split("+") if node in spec_round.accepted else ())
         tokens = len(spec_round.accepted) + (spec_round.added_token_id is not None)
         total += tokens
         committed += [tokens] if spec_round.index else []
     return dict(
         num_tokens=total,
         num_forwards=len(rounds),
-        num_drafted=drafted.total(),
-        num_accepted=accepted.total(),
-        num_wasted=drafted.total() - accepted.total(),
-        acceptance_rate=accepted.total() / drafted.total(),
+        num_drafted=nodes,
+        num_accepted=taken,
+        num_wasted=nodes - taken,
+        acceptance_rate=taken / nodes,
         mean_tokens_per_forward=sum(committed) / len(committed),
         acceptance_by_depth={depth: sum(hits) / len(hits) for depth, hits in at_depth.items()},
         drafted_by_source=dict(drafted),
