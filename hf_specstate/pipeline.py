@@ -41,8 +41,8 @@ class SpeculativeTextGenerationPipeline(TextGenerationPipeline):
             ]
         # a list, one entry a prompt, is what the batch iterator of pipelines takes apart
         outputs["spec_states"] = [
-            SpecStates(SpecSequence(prompt, collector.rounds.get(place * each + number, [])) for number in range(each))
-            for place, prompt in enumerate(prompts)
+            SpecStates([SpecSequence(prompt, collector.rounds.get(row, [])) for row in range(start, start + each)])
+            for start, prompt in zip(range(0, each * in_batch, each), prompts, strict=True)
         ]
         return outputs
 

@@ -84,6 +84,7 @@ def run_ranks(check, tmp_path) -> None:
 
 def _rank(rank: int, check, rendezvous: str) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # accelerate asks for them, and finds the group made
     torch.set_num_threads(1)
     # a rank that waits for a forward which the other never makes fails instead of hanging
     store = {"init_method": f"file://{rendezvous}", "timeout": timedelta(seconds=60)}

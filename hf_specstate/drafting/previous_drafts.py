@@ -40,7 +40,7 @@ class PreviousDraftsDrafter(Drafter):
     fill: bool = True
 
     def start(self, context: DraftContext) -> None:
-        self._last: dict[int, DraftOutcome] = {}
+        self._last = [DraftOutcome(row, TokenTree(), [], []) for row in range(context.sequences.batch_size)]
         self._random = [random.Random(0) for _ in range(context.sequences.batch_size)]
         self._prompts = [SuffixIndex() for _ in range(context.sequences.batch_size)]
         for row, index in enumerate(self._prompts):
@@ -49,8 +49,8 @@ class PreviousDraftsDrafter(Drafter):
     def propose(self, request: DraftRequest) -> TokenTree:
         tree = TokenTree()
         depth = min(request.max_nodes, request.max_depth)
-        outcome = self._last.get(request.row)
-        for branch in rejected_branches(outcome) if outcome is not None else ():
+        outcome = self._last[request.row]
+        for branch in rejected_branches(outcome):
             for source, confidence, tail in tails(outcome, branch):
                 _add_path(tree, tail[:depth], source, confidence)
                 if self.fill and tail and len(tail) < depth:

@@ -149,7 +149,9 @@ def _tree_of(values: list[list[float]], sizes: list[int], source: str) -> TokenT
         nodes: list[int | None] = []
         for parent, token, prob in zip(*(row[start : start + size] for row in values), strict=True):
             node_above = above[int(parent)]
-            is_known = node_above is not None and prob > 0
-            nodes.append(tree.add(int(token), node_above, source, confidence=prob) if is_known else None)
+            if node_above is None or prob <= 0:
+                nodes.append(None)
+            else:
+                nodes.append(tree.add(int(token), node_above, source, confidence=prob))
         above, start = nodes, start + size
     return tree
