@@ -84,7 +84,7 @@ def timed(names: list[str], stream: list[int], history: DraftHistory, vocab_size
         logits_processor=LogitsProcessorList(),
         input_ids=torch.tensor([prompt]),
         model_kwargs={},
-        draft_history=HistoryOfRows(history, 1, vocab_size),
+        draft_history=HistoryOfRows(history, 1, 1, vocab_size),
     )
     candidates = SpecStateCandidateGenerator(context, [DRAFTERS[name]() for name in names], ConstantLength(NODES))
     scores = torch.randn((1 + NODES, vocab_size), generator=torch.Generator().manual_seed(0))

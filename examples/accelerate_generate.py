@@ -10,7 +10,6 @@ import string
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -27,7 +26,7 @@ def main() -> None:
     if assistant is not None:
         assistant.to(accelerator.device)
 
-    texts, states = [], hf_specstate.SpecStates()
+    states = hf_specstate.SpecStates()
     with accelerator.split_between_processes(args.prompts) as prompts:
         if prompts:  # there may be more processes than prompts
             inputs = tokenizer(prompts, padding=True, return_tensors="pt", return_token_type_ids=False)
@@ -36,13 +35,12 @@ def main() -> None:
                 **inputs, assistant_model=assistant, return_spec_states=True, do_sample=False,
                 max_new_tokens=args.max_new_tokens,
             )  # fmt: skip
-            texts = tokenizer.batch_decode(out.sequences[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
             states = out.spec_states
-    # by rank, which is the order of the prompts
-    texts, states = gather_object(texts), hf_specstate.gather_spec_states(accelerator, states)
+    states = hf_specstate.gather_spec_states(accelerator, states)  # by rank, which is the order of the prompts
 
     if accelerator.is_main_process:
-        for prompt, text, sequence in zip(args.prompts, texts, states, strict=True):
+        for prompt, sequence in zip(args.prompts, states, strict=True):
+            text = tokenizer.decode(sequence.token_ids, skip_special_tokens=True)
             print(f"{prompt!r} -> {text!r}  ({sequence.mean_tokens_per_forward:.2f} tokens per forward)")
     accelerator.end_training()
 

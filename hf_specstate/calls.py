@@ -17,7 +17,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.utils import ModelOutput
 
 from .candidate_generator import SpecStateCandidateGenerator
-from .clock import make_clock
+from .clock import Clock, StoppedClock, make_clock
 from .compat import CACHE_NAME
 from .config import SpecStateConfig
 from .decoding import SpeculativeDecoding
@@ -155,10 +155,7 @@ def decode(
     alike = assistant_model is None or speak_alike(tokenizer, assistant_tokenizer)
     config = call.with_assistant(assistant_model)
     batch_size = input_ids.shape[0]
-    history = None
-    if call.draft_history is not None:
-        vocab_size = model.config.get_text_config(decoder=True).vocab_size
-        history = HistoryOfRows(call.draft_history, batch_size, vocab_size)
+    history = _history(model, call, generation_config, batch_size)
     context = DraftContext(
         model=model,
         sequences=_sequences(model, input_ids, generation_config, model_kwargs),
@@ -180,10 +177,7 @@ def decode(
         *(drafter.needs_lockstep(context) for drafter in drafters),
         _needs_lockstep(logits_processor, stopping_criteria),
     ]
-    clock, recorder = make_clock(input_ids.device), None
-    if call.return_spec_states or call.spec_streamer is not None:
-        prompts = [context.sequences.prompt(row) for row in range(batch_size)]
-        recorder = Recorder(config, prompts, clock, call.return_spec_states, call.spec_streamer)
+    clock, recorder = _recorder(call, config, context.sequences)
     schedule = make_schedule(config, model, batch_size)
     width = config.tree_width if support.tree and config.acceptance == "match" else 1
     decoding = SpeculativeDecoding(
@@ -202,8 +196,27 @@ def decode(
     )
     output = decoding.run(input_ids)
     if history is not None:
-        history.add(context.sequences.tokens)
+        rows = range(batch_size)
+        history.add([context.draftable(context.sequences.unpadded(row)) for row in rows])
     return output
+
+
+def _history(
+    model: PreTrainedModel, call: SpecCall, generation_config: GenerationConfig, batch_size: int
+) -> HistoryOfRows | None:
+    if call.draft_history is None:
+        return None
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    return HistoryOfRows(call.draft_history, batch_size, generation_config.num_return_sequences or 1, vocab_size)
+
+
+def _recorder(call: SpecCall, config: SpecStateConfig, sequences: Sequences) -> tuple[Clock, Recorder | None]:
+    """Both do nothing unless somebody asks."""
+    if not call.return_spec_states and call.spec_streamer is None:
+        return StoppedClock(), None
+    clock = make_clock(sequences.device)
+    prompts = [sequences.prompt(row) for row in range(sequences.batch_size)]
+    return clock, Recorder(config, prompts, clock, call.return_spec_states, call.spec_streamer)
 
 
 def _sequences(
@@ -223,7 +236,9 @@ def _make_drafters(context: DraftContext) -> list[Drafter]:
         elif context.assistant_model is None:
             named = WITHOUT_ASSISTANT
         else:
-            earlier = [] if context.draft_history is None else ["history"]
+            # under "rejection" the first drafter has a row for itself, and that is the assistant
+            mixes = context.draft_history is not None and context.config.acceptance == "match"
+            earlier = ["history"] if mixes else []
             named = [*earlier, "assistant" if context.assistant_tokenizer is None else "stock"]
     return [copy.copy(drafter) if isinstance(drafter, Drafter) else DRAFTERS[drafter]() for drafter in named]
 

@@ -158,4 +158,5 @@ class SpecStateCandidateGenerator(CandidateGenerator):
             sequences.commit(0, token)
         outcome.accepted = list(range(int(num_matches)))
         outcome.answers = scores[0].argmax(dim=-1).tolist()
+        outcome.logits = scores[0] if self.wants_logits else None
         self.observe([outcome])

@@ -6,8 +6,8 @@ its metadata. Nothing in them is ever executed; what is damaged, cut short, newe
 import hashlib
 import json
 import os
-import tempfile
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -60,14 +60,13 @@ def unpack(
 def write(path: str | os.PathLike, data: bytes) -> None:
     """Writes a file that appears under its name when it is complete."""
     path = Path(path)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
-            file.write(data)
-            file.close()
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.{get_ident()}")
+    try:
+        unfinished.write_bytes(data)
+        os.replace(unfinished, path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def _checksum(text: str, tensors: dict[str, torch.Tensor]) -> str:

@@ -22,12 +22,27 @@ class HostClock:
         return end - start
 
 
+class StoppedClock:
+    """When nobody asks."""
+
+    def mark(self) -> None:
+        return None
+
+    def seconds(self, start: None, end: None) -> float:
+        return 0.0
+
+
 class CudaClock:
-    """Events in the stream: waiting for the GPU at every mark would slow down what is being measured."""
+    """
+    Events in the stream of `device`: waiting for the GPU at every mark would slow down what is being measured.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
@@ -37,4 +52,4 @@ class CudaClock:
 
 def make_clock(device: torch.device) -> Clock:
     """The clock for work on `device`."""
-    return CudaClock() if device.type == "cuda" else HostClock()
+    return CudaClock(device) if device.type == "cuda" else HostClock()

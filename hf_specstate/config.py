@@ -19,8 +19,9 @@ class SpecStateConfig:
     Args:
         drafters (`list[str | Drafter]`, *optional*):
             Who proposes, by name (see `hf_specstate.DRAFTERS`) or as an object. Defaults to `["assistant"]` with an
-            assistant model (or early exit), `["stock"]` with an assistant of another tokenizer, `["prompt_lookup"]`
-            with `prompt_lookup_num_tokens`, and `["history", "previous_drafts", "recycling"]` otherwise. The proposals
+            assistant model (or early exit), `["stock"]` with an assistant of another tokenizer (with `"history"` first
+            if there is a draft history), `["prompt_lookup"]` with `prompt_lookup_num_tokens`, and `["history",
+            "previous_drafts", "recycling"]` otherwise. The proposals
             of several drafters are merged into one tree of the tokens that are most likely accepted; under
             `"rejection"` the first drafter that has something to propose is used.
         max_nodes (`int`, *optional*, defaults to 8):
@@ -28,7 +29,8 @@ class SpecStateConfig:
             `num_assistant_tokens` and `prompt_lookup_num_tokens` go before it.
         tree_width (`int`, *optional*):
             Most alternatives drafted for one position; 1 drafts a chain. Defaults to 1 for an assistant, which has to
-            run each alternative, and to no limit for other drafters. Models that cannot verify a tree get a chain.
+            run each alternative, and for prompt lookup; otherwise there is no limit. Models that cannot verify a tree
+            get a chain.
         acceptance (`str`, *optional*, defaults to `"match"`):
             `"match"` accepts a drafted token if the target, decoding as usual, chose the same one. `"rejection"` is
             speculative sampling (https://huggingface.co/papers/2211.17192) of chains drawn from an assistant; it

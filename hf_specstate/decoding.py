@@ -199,7 +199,7 @@ class SpeculativeDecoding:
         for row in range(len(self.finished)):
             if row not in walking:
                 self.paths[row].append(self.slots[row])
-                self.sequences.commit(row, self.sequences.pad_token_id)
+                self.sequences.pad(row)
 
     def step_down(self, walking: list[int], trees: list[TokenTree]) -> list[int]:
         """Moves the rows to the nodes of the tokens that they were just given; the rows whose walk goes on."""
@@ -225,7 +225,7 @@ class SpeculativeDecoding:
 
     def is_idle(self, row: int) -> bool:
         """Whether a row has ended and its cache holds all its tokens: it only runs along."""
-        return self.finished[row] and not self.target.missing_tokens(row, self.sequences.num_new(row))
+        return self.stop_reasons[row] is not None and not self.target.missing_tokens(row, self.sequences.num_new(row))
 
     def overtaken_rows(self) -> list[int]:
         """
@@ -266,7 +266,7 @@ class SpeculativeDecoding:
         if self.recorder is not None and outcomes:
             rounds = {outcome.row: self.spec_round(outcome) for outcome in outcomes}
             self.recorder.add(rounds, (self.began, self.drafted, self.verified, ended), self.selection, outputs)
-        self.began = ended
+        self.began = self.clock.mark()
         self.num_rounds += 1
         return outcomes
 

@@ -57,12 +57,13 @@ class Scores:
 def proposals(states: SpecStates) -> Proposals:
     rounds, nodes = _extent(states)
     lens = [[len(spec_round.token_ids) for spec_round in sequence] for sequence in states]
+    padded_lens = [row + [0] * (rounds - len(row)) for row in lens]
     logprobs = _padded(states, "draft_logprobs", (rounds, nodes), torch.nan)
     return Proposals(
         proposal_token_ids=_padded(states, "token_ids", (rounds, nodes), NO_TOKEN),
         proposal_probs=logprobs.exp(),
         proposal_parents=_padded(states, "parents", (rounds, nodes), NO_TOKEN),
-        proposal_lens=torch.tensor([row + [0] * (rounds - len(row)) for row in lens]).reshape(len(states), rounds),
+        proposal_lens=torch.tensor(padded_lens, dtype=torch.long).reshape(len(states), rounds),
     )
 
 

@@ -38,9 +38,7 @@ def synchronize_draft_history(accelerator: "Accelerator", history: DraftHistory)
     if accelerator.num_processes == 1:
         return
     parts = [DraftHistory.from_bytes(data) for data in _gather(accelerator, history.to_bytes())]
-    history.clear()
-    for part in parts:
-        history.merge(part)
+    history.replace(parts)
 
 
 def _gather(accelerator: "Accelerator", own: bytes) -> list[bytes]:

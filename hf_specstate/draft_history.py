@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 FORMAT = "hf_specstate.draft_history"
 VERSION = 1
 EVERYBODY = ""  # the tenant of texts that have none
+MOST_TABLES = 16  # of successors, which lie on the target's device
 
 
 @dataclass
 class _Tenant:
-    """One tenant's texts, oldest first, and successors."""
+    """What one tenant has written."""
 
     index: SuffixIndex = field(default_factory=SuffixIndex)
-    texts: deque[tuple[int, int, bytes]] = field(default_factory=deque)  # (age, tokens, digest)
     successors: SuccessorTable | None = None
 
 
@@ -42,8 +42,8 @@ class DraftHistory:
 
     Bounded by `max_tokens`: when it is full, the oldest texts go first, whoever wrote them. A text that it holds
     already is not added again. Texts of different tenants never meet, see [`~DraftHistory.for_tenant`]. Threads may
-    share it. A million tokens take about 12 MB, and each tenant's successors `(vocab_size + 65,536) * 64` bytes on the
-    target's device.
+    share it. A million tokens take about 12 MB (up to three times that while they are being replaced), and the
+    successors of a tenant 4.5 MB on the target's device, for the 16 tenants that came last.
 
     Args:
         max_tokens (`int`, *optional*, defaults to 1,000,000): Most tokens that are kept.
@@ -58,8 +58,8 @@ class DraftHistory:
         self.vocab_size: int | None = None  # of the model that it was first used with
         self._vocabulary = None if tokenizer is None else _fingerprint(tokenizer)
         self._tenants: dict[str, _Tenant] = {}
+        self._texts: deque[tuple[str, int, bytes]] = deque()  # (tenant, tokens, digest), oldest first
         self._known: set[tuple[str, bytes]] = set()
-        self._age = 0
         self._size = 0
         self._largest_token = -1
         self._lock = RLock()
@@ -69,9 +69,7 @@ class DraftHistory:
         return self._size
 
     def __repr__(self) -> str:
-        with self._lock:
-            texts = sum(len(tenant.texts) for tenant in self._tenants.values())
-            return f"DraftHistory({len(self)} of at most {self.max_tokens} tokens, {texts} texts)"
+        return f"DraftHistory({len(self)} of at most {self.max_tokens} tokens, {len(self._texts)} texts)"
 
     # ------------------------------------------------------------------ content
 
@@ -92,65 +90,75 @@ class DraftHistory:
                 self._add(tokens, tenant)
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Forgets everything, the vocabulary too."""
         with self._lock:
             self._tenants.clear()
+            self._texts.clear()
             self._known.clear()
-            self._size = 0
+            self._size, self._largest_token, self.vocab_size = 0, -1, None
 
     def forget(self, tenant: str) -> None:
         """Forgets everything of one tenant."""
         with self._lock:
-            forgotten = self._tenants.pop(tenant, _Tenant())
-            self._size -= sum(count for _, count, _ in forgotten.texts)
+            self._tenants.pop(tenant, None)
+            self._texts = deque(text for text in self._texts if text[0] != tenant)
             self._known = {entry for entry in self._known if entry[0] != tenant}
+            self._size = sum(count for _, count, _ in self._texts)
 
     def for_tenant(self, tenant: str) -> "TenantHistory":
         """What to pass as `draft_history=` so that a call sees the texts of `tenant` only, and adds to them."""
+        if not isinstance(tenant, str) or not tenant:
+            raise ValueError(f"A tenant is named by a string that is not empty, got {tenant!r}.")
         return TenantHistory(self, tenant)
 
-    def merge(self, other: "DraftHistory") -> None:
-        """Adds the texts of `other` that are missing here, as the newest ones."""
-        self._check_vocabulary(other._vocabulary, other.vocab_size, "the other history")
-        for tenant, tokens in other._texts():
-            self.add(tokens, tenant)
+    def texts(self) -> list[tuple[str, list[int]]]:
+        """`(tenant, token_ids)` of every text, oldest first; the tenant of texts that have none is empty."""
+        with self._lock:
+            tokens = {name: tenant.index.tokens.tolist() for name, tenant in self._tenants.items()}
+            starts, found = dict.fromkeys(tokens, 0), []
+            for name, count, _ in self._texts:
+                found.append((name, tokens[name][starts[name] : starts[name] + count]))
+                starts[name] += count + 1  # and a separator
+            return found
+
+    def merge(self, *others: "DraftHistory") -> None:
+        """Adds the texts of the others that are missing here, as the newest ones."""
+        for other in others:
+            self._check_vocabulary(other._vocabulary, other.vocab_size, "the other history")
+        for other in others:
+            for tenant, tokens in other.texts():
+                self.add(tokens, tenant)
+
+    def replace(self, others: "Sequence[DraftHistory]") -> None:
+        """Holds the texts of the others instead of its own, those of the first as the oldest."""
+        for other in others:
+            self._check_vocabulary(other._vocabulary, other.vocab_size, "the other history")
+        with self._lock:
+            self.clear()
+            self.merge(*others)
 
     def _add(self, tokens: list[int], name: str) -> None:
         digest = hashlib.blake2b(torch.tensor(tokens).numpy().tobytes(), digest_size=16).digest()
         if (name, digest) in self._known:
             return
         self._known.add((name, digest))
-        tenant = self._tenants.setdefault(name, _Tenant())
-        tenant.index.extend(tokens)
-        tenant.index.end_text()
-        tenant.texts.append((self._age, len(tokens), digest))
-        self._age += 1
+        index = self._tenants.setdefault(name, _Tenant()).index
+        index.extend(tokens)
+        index.end_text()
+        self._texts.append((name, len(tokens), digest))
         self._size += len(tokens)
         self._largest_token = max(self._largest_token, *tokens)
         while self._size > self.max_tokens:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        name = min((name for name, tenant in self._tenants.items() if tenant.texts), key=self._oldest_age)
-        tenant = self._tenants[name]
-        _, count, digest = tenant.texts.popleft()
-        tenant.index.drop(count + 1)
-        self._size -= count
+        name, count, digest = self._texts.popleft()
         self._known.discard((name, digest))
-
-    def _oldest_age(self, name: str) -> int:
-        return self._tenants[name].texts[0][0]
-
-    def _texts(self) -> list[tuple[str, list[int]]]:
-        """Every text with its tenant, oldest first."""
-        with self._lock:
-            aged = []
-            for name, tenant in self._tenants.items():
-                tokens, start = tenant.index.tokens.tolist(), 0
-                for age, count, _ in tenant.texts:
-                    aged.append((age, name, tokens[start : start + count]))
-                    start += count + 1
-        return [(name, tokens) for _, name, tokens in sorted(aged, key=lambda entry: entry[0])]
+        self._size -= count
+        index = self._tenants[name].index
+        index.drop(count + 1)
+        if not len(index):  # also what was learned from these texts
+            del self._tenants[name]
 
     # ------------------------------------------------------------------ files
 
@@ -170,7 +178,7 @@ class DraftHistory:
 
     def to_bytes(self) -> bytes:
         with self._lock:
-            texts = self._texts()
+            texts = self.texts()
             header = {
                 "max_tokens": self.max_tokens,
                 "vocab_size": self.vocab_size,
@@ -215,16 +223,20 @@ class DraftHistory:
     # ------------------------------------------------------------------ for the decoding
 
     @contextmanager
-    def _reading(self, tenant: str) -> Iterator[SuffixIndex]:
+    def _reading(self, name: str) -> Iterator[SuffixIndex]:
         with self._lock:
-            yield self._tenants.setdefault(tenant, _Tenant()).index
+            yield self._tenants.get(name, _Tenant()).index
 
-    def _successors(self, name: str, vocab_size: int, k: int, device: torch.device) -> SuccessorTable:
+    def _successors(self, name: str, k: int, device: torch.device) -> SuccessorTable:
         with self._lock:
-            tenant = self._tenants.setdefault(name, _Tenant())
+            tenant = self._tenants.pop(name, _Tenant())
+            self._tenants[name] = tenant  # the one that came last stands last
             table = tenant.successors
-            if table is None or (table.k, table.token_ids.device) != (min(k, vocab_size), device):
-                table = tenant.successors = SuccessorTable(vocab_size, k, device)
+            if table is None or (table.k, table.token_ids.device) != (k, device):
+                table = tenant.successors = SuccessorTable(k, device)
+            holders = [other for other in self._tenants.values() if other.successors is not None]
+            for other in holders[:-MOST_TABLES]:
+                other.successors = None
             return table
 
 
@@ -241,41 +253,44 @@ class HistoryOfRows:
     What a call sees of a draft history.
 
     Args:
-        histories ([`DraftHistory`], [`TenantHistory`], or a list of them, one a row): As the user passed it.
-        batch_size (`int`): Rows; those of one prompt stand together.
+        histories ([`DraftHistory`], [`TenantHistory`], or a list of them, one a prompt): As the user passed it.
+        batch_size (`int`): Rows.
+        each (`int`): Rows of a prompt, which stand together.
         vocab_size (`int`): Of the target.
 
     Raises:
         ValueError: it is something else, or holds another vocabulary.
     """
 
-    def __init__(self, histories: Any, batch_size: int, vocab_size: int):
-        given = list(histories) if isinstance(histories, list | tuple) else [histories]
+    def __init__(self, histories: Any, batch_size: int, each: int, vocab_size: int):
+        given = list(histories) if isinstance(histories, list | tuple) else [histories] * (batch_size // each)
         for history in given:
             if not isinstance(history, DraftHistory | TenantHistory):
                 raise ValueError(
                     "`draft_history` must be a DraftHistory, a part of one (`for_tenant`), or a list of them, one a "
                     f"prompt; got a {type(history).__name__}."
                 )
-        if not given or batch_size % len(given):
-            raise ValueError(f"`draft_history` has {len(given)} entries for a batch of {batch_size} rows.")
-        parts = [
-            history if isinstance(history, TenantHistory) else TenantHistory(history, EVERYBODY) for history in given
-        ]
+        if len(given) * each != batch_size:
+            raise ValueError(f"`draft_history` has {len(given)} entries for {batch_size // each} prompts.")
+        parts = [TenantHistory(part, EVERYBODY) if isinstance(part, DraftHistory) else part for part in given]
         for part in parts:
             part.history._check_vocabulary(None, vocab_size, "the model")
-        each = batch_size // len(parts)
         self._rows = [part for part in parts for _ in range(each)]
+
+    def is_shared(self, row: int, other: int) -> bool:
+        """Whether two rows have one tenant."""
+        ours, theirs = self._rows[row], self._rows[other]
+        return ours.history is theirs.history and ours.tenant == theirs.tenant
 
     def reading(self, row: int):
         """A context manager that gives the [`SuffixIndex`] of the row's tenant, which no one else changes meanwhile."""
         part = self._rows[row]
         return part.history._reading(part.tenant)
 
-    def successors(self, row: int, vocab_size: int, k: int, device: torch.device) -> SuccessorTable:
+    def successors(self, row: int, k: int, device: torch.device) -> SuccessorTable:
         """The successors of the row's tenant."""
         part = self._rows[row]
-        return part.history._successors(part.tenant, vocab_size, k, device)
+        return part.history._successors(part.tenant, k, device)
 
     def add(self, texts: Sequence[list[int]]) -> None:
         """Adds the rows' texts."""

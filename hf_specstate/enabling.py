@@ -12,6 +12,7 @@ from .calls import ARGUMENTS, SpecCall, decode
 from .outputs import with_sums
 from .states import SpecStates
 
+OURS = ", ".join(f"`{name}`" for name in ARGUMENTS)
 # assistants that live inside transformers' own loop: they draft from the target's hidden states
 STOCK_ONLY_ASSISTANTS = ("Gemma4Assistant", "Gemma4UnifiedAssistant")
 
@@ -99,7 +100,8 @@ class SpecStateMixin(_Base):
 def enable(model: PreTrainedModel, draft_history: "DraftHistory | TenantHistory | None" = None) -> PreTrainedModel:
     """
     Lets `model.generate()` speculate: with an assistant (`assistant_model=`, `assistant_early_exit=`,
-    `prompt_lookup_num_tokens=`), or without one when `return_spec_states=True` or `spec_config=` is given. Works in
+    `prompt_lookup_num_tokens=`), or without one when `return_spec_states=True`, `spec_config=`, `spec_streamer=` or
+    `draft_history=` is given. Works in
     place, by putting a class before the model's own; weights, config, hooks and `isinstance` are untouched.
 
     Args:
@@ -181,8 +183,7 @@ def _takes_over(generation_config: GenerationConfig, assistant_model: PreTrained
         kind = f"A {type(assistant_model).__name__}"
     if kind is not None and call.is_explicit:
         raise ValueError(
-            f"{kind} drafts from the target's hidden states inside transformers' own loop; leave out "
-            "`return_spec_states` and `spec_config`."
+            f"{kind} drafts from the target's hidden states inside transformers' own loop; leave out {OURS}."
         )
     return kind is None
 
@@ -194,12 +195,11 @@ def _refuse_other_modes(generation_config: GenerationConfig) -> None:
     """
     if generation_config.cache_implementation == "paged":
         raise ValueError(
-            "`return_spec_states` and `spec_config` cannot be combined with `cache_implementation='paged'`, which "
-            "switches to continuous batching; leave it out."
+            f"{OURS} cannot be combined with `cache_implementation='paged'`, which switches to continuous batching; "
+            "leave it out."
         )
     mode = generation_config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION):
         raise ValueError(
-            f"`return_spec_states` and `spec_config` work with greedy decoding and sampling; these arguments ask for "
-            f"{mode.value.replace('_', ' ')}."
+            f"{OURS} work with greedy decoding and sampling; these arguments ask for {mode.value.replace('_', ' ')}."
         )

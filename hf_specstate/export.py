@@ -44,16 +44,7 @@ def to_dict(states: SpecStates) -> dict[str, Any]:
     """See [`SpecStates.to_dict`]."""
     return {
         "num_left_out": states.num_left_out,
-        "sequences": [
-            {
-                "prompt_token_ids": sequence.prompt_token_ids,
-                "token_ids": sequence.token_ids,
-                "token_sources": sequence.token_sources,
-                "stop_reason": sequence.stop_reason,
-                "rounds": [_finite(_round_values(spec_round)) for spec_round in sequence],
-            }
-            for sequence in states
-        ],
+        "sequences": [_finite(_sequence_values(sequence)) for sequence in states],
     }
 
 

@@ -3,6 +3,8 @@
 import torch
 from transformers import LogitsProcessor
 
+MOST_WEIGHT = 0.999  # of what is expected; more is not told from certainty in half precision
+
 
 class SpecStateLogitsProcessor(LogitsProcessor):
     """
@@ -24,8 +26,12 @@ class SpecStateLogitsProcessor(LogitsProcessor):
         self._expected: dict[int, tuple[int, int, float]] = {}
 
     def expect(self, row: int, length: int, token: int, weight: float) -> None:
-        """Says that `token` is expected after `length` tokens of `row`, and nothing else there any more."""
+        """Says that `token` is expected after `length` tokens of `row`, in place of what was expected in that row."""
         self._expected[row] = (length, token, weight)
+
+    def forget(self) -> None:
+        """Expects nothing any more."""
+        self._expected.clear()
 
     def scores_at(self, length: int, row: int) -> torch.Tensor:
         """`torch.FloatTensor` of shape `(vocab_size,)`: the last processed scores after `length` tokens of `row`."""
@@ -46,15 +52,15 @@ class SpecStateLogitsProcessor(LogitsProcessor):
         due = [
             (row, token, weight)
             for row, (length, token, weight) in self._expected.items()
-            if length == input_ids.shape[1] and row < scores.shape[0] and token < scores.shape[1]
+            if length == input_ids.shape[1] and row < scores.shape[0] and 0 <= token < scores.shape[1]
         ]
         if not due:
             return scores
         rows, tokens, weights = zip(*due, strict=True)
-        places = torch.tensor([rows, tokens], device=scores.device).unbind()
-        q = scores[places[0]].softmax(dim=-1).gather(1, places[1][:, None]).squeeze(1)
-        self.plain_probs.update(zip(rows, q, strict=True))
-        weight = torch.tensor(weights, device=scores.device, dtype=scores.dtype)
-        # what turns q into the mixture if the other scores stay; a token that was ruled out stays so
-        gain = torch.where(q > 0, (weight / ((1 - weight) * q)).log1p(), 0)
-        return scores.index_put(places, gain, accumulate=True)
+        places = torch.tensor([rows, tokens]).to(scores.device, non_blocking=True).unbind()
+        log_q = scores[places[0]].log_softmax(dim=-1).gather(1, places[1][:, None]).squeeze(1)
+        self.plain_probs.update(zip(rows, log_q.exp(), strict=True))
+        weight = torch.tensor(weights, dtype=scores.dtype).clamp(max=MOST_WEIGHT).to(scores.device, non_blocking=True)
+        # log(1 + w / ((1 - w) q)) turns q into the mixture if the other scores stay; what was ruled out stays so
+        gain = torch.nn.functional.softplus(weight.logit() - log_q)
+        return scores.index_put(places, torch.where(log_q.isfinite(), gain, 0), accumulate=True)

@@ -5,7 +5,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM, TextGenerationPipeline
 from transformers.pipelines import PIPELINE_REGISTRY
 
-from .enabling import enable
+from .enabling import enable, is_enabled
 from .recording import SpecStreamer
 from .states import SpecRound, SpecSequence, SpecStates
 
@@ -26,14 +26,15 @@ class SpeculativeTextGenerationPipeline(TextGenerationPipeline):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        enable(self.model)
+        if not is_enabled(self.model):
+            enable(self.model)
 
     def _forward(self, model_inputs, spec_streamer: SpecStreamer | None = None, **generate_kwargs):
         collector = _Collector(spec_streamer)
         outputs = super()._forward(model_inputs, spec_streamer=collector, **generate_kwargs)
         input_ids, mask = model_inputs["input_ids"], model_inputs.get("attention_mask")
         in_batch, each = outputs["generated_sequence"].shape[:2]
-        prompts = [[] for _ in range(in_batch)] if input_ids is None else input_ids.tolist()
+        prompts = input_ids.tolist()
         if mask is not None:
             prompts = [
                 [token for token, seen in zip(prompt, row, strict=True) if seen]

@@ -28,8 +28,9 @@ logger = logging.getLogger(__name__)
 class SpecStreamer(Protocol):
     """
     What `generate(spec_streamer=...)` takes, in the manner of `BaseStreamer`. `put_round` is called as each round ends,
-    once for every row that took part, after the tokens of the round went to a `streamer`; `end` once, after the last
-    one. An exception that ends the generation in the middle of a round is preceded by what the round had committed.
+    once for every row that took part, after the tokens of the round went to a `streamer`; `end` after the last one.
+    (Whisper generates segment by segment, and calls `end` after each.) An exception that ends the generation in the
+    middle of a round is preceded by what the round had committed.
     """
 
     def put_round(self, row: int, spec_round: SpecRound) -> None: ...
@@ -149,7 +150,7 @@ class Recorder:
             setattr(recorded, name, tensor.clone())
 
     def _fetch(self, pending: Sequence[RoundOnDevice]) -> None:
-        """Completes the rounds with what lies on the device: a read or two for all of them together."""
+        """Completes the rounds with what lies on the device: two reads for all of them, and one for each tensor."""
         if not pending:
             return
         answers = to_host(torch.cat([recorded.answer_ids.flatten() for recorded in pending]))
@@ -194,7 +195,7 @@ def _drafted_logprobs(logits: torch.Tensor, rounds: dict[int, SpecRound]) -> tor
         drafted = zip(spec_round.parents, spec_round.token_ids, strict=True)
         places[row] = [[parent + 1, token] for parent, token in drafted]
         places[row] += [[0, 0]] * (max_nodes - len(places[row]))
-    slots, tokens = torch.tensor(places, device=logits.device).unbind(-1)
+    slots, tokens = torch.tensor(places).to(logits.device, non_blocking=True).unbind(-1)
     last_parent = max(slot for row in places for slot, _ in row)
     normaliser = logits[:, : 1 + last_parent].logsumexp(dim=-1)  # [batch, slots with children]
     rows = torch.arange(logits.shape[0], device=logits.device)[:, None]

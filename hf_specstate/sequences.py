@@ -25,11 +25,25 @@ class Sequences:
             prompts = [[t for t, seen in zip(*row, strict=True) if seen] for row in zip(prompts, masks, strict=True)]
         self.tokens: list[list[int]] = prompts  # per row: prompt without padding, then every committed token
         self._prompt_lengths = [len(prompt) for prompt in prompts]
+        self._padding = [0] * self.batch_size  # that keeps rows in lockstep company after their end
         self._buffer = input_ids  # [batch, capacity]
         self._uploaded = [0] * self.batch_size  # new tokens of each row that the buffer already holds
 
+    @property
+    def device(self) -> torch.device:
+        return self._buffer.device
+
     def commit(self, row: int, token: int) -> None:
         self.tokens[row].append(token)
+
+    def pad(self, row: int) -> None:
+        """Lets a row that has ended keep pace with the others."""
+        self.commit(row, self.pad_token_id)
+        self._padding[row] += 1
+
+    def unpadded(self, row: int) -> list[int]:
+        """The tokens of `row` up to its end."""
+        return self.tokens[row][: len(self.tokens[row]) - self._padding[row]]
 
     def num_new(self, row: int) -> int:
         """How many tokens `row` has beyond its prompt."""

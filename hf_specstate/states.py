@@ -203,12 +203,12 @@ class SpecStates(DraftStatistics):
     @classmethod
     def concatenate(cls, parts: "Sequence[SpecStates]") -> "SpecStates":
         """The rows of several states, in order. Rounds are shared with the parts, not copied."""
-        texts = [part.token_texts for part in parts]
+        texts = [part.token_texts for part in parts if len(part)]
         known = {token: text for some in texts if some for token, text in some.items()}
         return cls(
             [sequence for part in parts for sequence in part],
             sum(part.num_left_out for part in parts),
-            known if parts and None not in texts else None,
+            known if texts and None not in texts else None,
         )
 
     def _rounds(self) -> Iterable[SpecRound]:

@@ -106,6 +106,7 @@ class SpecStream(Iterator[SpecEvent]):
         """Ends the generation with the round that is under way, and waits for that. The model is free again then."""
         self._rounds.is_closed.set()
         self._thread.join()
+        self.output = self._rounds.output
         self._left_over = self._left_over or []
         self._rounds.error = None
 

@@ -14,7 +14,7 @@ OPTIONS = dict(max_new_tokens=24, do_sample=False, return_spec_states=True)
 
 
 def texts_of(history: DraftHistory) -> list[tuple[str, list[int]]]:
-    return history._texts()
+    return history.texts()
 
 
 def speculating():

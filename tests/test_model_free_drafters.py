@@ -20,8 +20,8 @@ from hf_specstate.drafting import (
 )
 from hf_specstate.drafting.mixture import mix
 from hf_specstate.drafting.previous_drafts import rejected_branches, tails
-from hf_specstate.drafting.recycling import UNSEEN, SuccessorTable
-from hf_specstate.scheduling.prior import values
+from hf_specstate.drafting.prior import values
+from hf_specstate.drafting.recycling import NOTHING, SuccessorTable
 from hf_specstate.sequences import Sequences
 
 VOCAB = 50
@@ -164,12 +164,20 @@ def peaked(*tokens: int) -> torch.Tensor:
 
 
 def test_successors_of_pairs_go_before_those_of_tokens():
-    table = SuccessorTable(VOCAB, 2, torch.device("cpu"))
-    before, tokens = torch.tensor([1, 2]), torch.tensor([5, 5])
-    table.update(before, tokens, torch.stack([peaked(7, 8), peaked(9, 3)]))
-    found, probs = table.successors(torch.tensor([1, 2, 4, 4]), torch.tensor([5, 5, 5, 6]))
-    assert found.tolist() == [[7, 8], [9, 3], [9, 3], [UNSEEN, UNSEEN]]
+    table = SuccessorTable(2, torch.device("cpu"))
+    table.update([(1, 5), (2, 5), (NOTHING, 4)], torch.stack([peaked(7, 8), peaked(9, 3), peaked(1, 2)]))
+    before, tokens = torch.tensor([1, 2, 4, 4, NOTHING]), torch.tensor([5, 5, 5, 6, 4])
+    found, probs = table.successors(before, tokens, VOCAB)
+    assert found[[0, 1, 2, 4]].tolist() == [[7, 8], [9, 3], [9, 3], [1, 2]]
     assert torch.allclose(probs[0], peaked(7, 8).softmax(-1)[[7, 8]]) and probs[3].tolist() == [0, 0]
+
+
+def test_the_last_slot_about_a_token_counts():
+    table = SuccessorTable(2, torch.device("cpu"))
+    table.update([(1, 5), (1, 5), (1, 5)], torch.stack([peaked(7, 8), peaked(9, 3), peaked(1, 2)]))
+    for before in (1, 2):
+        found, _ = table.successors(torch.tensor([before]), torch.tensor([5]), VOCAB)
+        assert found.tolist() == [[1, 2]]
 
 
 def proposed(drafter: Drafter, asked: DraftRequest) -> TokenTree:

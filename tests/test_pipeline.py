@@ -7,6 +7,7 @@ from transformers import pipeline
 
 import hf_specstate
 from eval.random_model import byte_tokenizer
+from hf_specstate.compat import CACHE_NAME
 
 TEXTS = ["ab ab ab ab", "once upon a time, once upon"]
 OPTIONS = dict(max_new_tokens=16, do_sample=False)
@@ -32,6 +33,7 @@ def told(states) -> list:
     return [[(r.index, r.token_ids, r.accepted, r.target_token_ids) for r in sequence] for sequence in states]
 
 
+@pytest.mark.skipif(CACHE_NAME != "cache", reason="older pipelines cannot batch further outputs of any kind")
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_the_stock_pipeline_carries_the_sums(parts, batch_size):
     model, draft, tokenizer = parts

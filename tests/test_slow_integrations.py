@@ -166,7 +166,7 @@ def check_gathering(rank: int) -> None:
     assert [s.token_ids for s in nobody] == [s.token_ids for s in gathered[2:]]
 
     synchronize_draft_history(accelerator, history)
-    assert history._texts() == [("", tokens) for tokens in want.sequences.tolist()]
+    assert history.texts() == [("", tokens) for tokens in want.sequences.tolist()]
     synchronize_draft_history(accelerator, history)
     assert len(history) == want.sequences.numel()
 

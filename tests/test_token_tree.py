@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specstate.drafting.mixture import mix
-from hf_specstate.scheduling.prior import values
+from hf_specstate.drafting.prior import values
 from hf_specstate.token_tree import TokenTree, TreeBatch
 
 often = settings(max_examples=150, deadline=None, derandomize=True)

@@ -39,7 +39,6 @@ class AssistantDrafter(Drafter):
     """
 
     name: ClassVar[str] = "assistant"
-    wants_answers: ClassVar[bool] = True
     default_width: ClassVar[int | None] = 1  # each alternative has to be run through the assistant
     conditioning: float = 0.05
     expect_from: tuple[str, ...] = ("answer_tail", "history")
@@ -63,6 +62,7 @@ class AssistantDrafter(Drafter):
         self._conditioner = SpecStateLogitsProcessor(captures=False)
         self._processors = LogitsProcessorList([*context.logits_processor, self._conditioner])
         sources = self.expect_from if self.conditioning else ()
+        self.wants_answers = "answer_tail" in sources
         self._expectations = Expectations(context, self.conditioning, sources)
         self._generator = _private_generator(context.input_ids.device)
         self._threshold = context.config.confidence_threshold
@@ -209,6 +209,7 @@ class AssistantDrafter(Drafter):
     def _expect(self, growing: dict[int, "_Growth"]) -> dict[int, tuple[list[int], Expectation]]:
         """What earlier rounds say about the children of the nodes that the rows stand at: `(path, expectation)`."""
         expected = {}
+        self._conditioner.forget()
         for row, growth in growing.items():
             tree = self._trees[row]
             path = [tree.token_ids[node] for node in tree.path_to(growth.node)]

@@ -54,13 +54,18 @@ class DraftContext:
         return self.model.config.get_text_config(decoder=True).vocab_size
 
     def encoder_tokens(self, row: int) -> list[int]:
-        """What the encoder read for `row`, padding included; empty for other models, and if it read no tokens."""
+        """What the encoder read for `row`; empty for other models, and if it read no tokens."""
         inputs = self.inputs_tensor
         if not getattr(self.model.config, "is_encoder_decoder", False) or inputs is None:
             return []
         if inputs.is_floating_point() or inputs.dim() != 2:
             return []
-        return to_host(inputs[row // (self.sequences.batch_size // inputs.shape[0])])
+        tokens = to_host(inputs[row // (self.sequences.batch_size // inputs.shape[0])])
+        return self.draftable(tokens)
+
+    def draftable(self, tokens: list[int]) -> list[int]:
+        """Without placeholders (of images, of embeddings) that are no tokens of the target."""
+        return [token for token in tokens if 0 <= token < self.vocab_size]
 
 
 @dataclass
@@ -114,8 +119,8 @@ class Drafter:
     """
 
     name: ClassVar[str]
-    wants_answers: ClassVar[bool] = False  # fill `DraftOutcome.answers`, at the price of a host read when sampling
-    wants_logits: ClassVar[bool] = False  # fill `DraftOutcome.logits`
+    wants_answers = False  # fill `DraftOutcome.answers`, at the price of a host read when sampling
+    wants_logits = False  # fill `DraftOutcome.logits`
     default_width: ClassVar[int | None] = None  # alternatives for a position unless the user says; None: no limit
 
     def needs_lockstep(self, context: DraftContext) -> bool:

@@ -62,8 +62,9 @@ class Expectations:
         self._tails: list[list[int]] = [[] for _ in range(batch_size)]
         self._continuations: list[list[int] | None] = [None] * batch_size  # None: not looked up in this round
         self._indexes = [SuffixIndex() for _ in range(batch_size)]
-        for index, tokens in zip(self._indexes, context.sequences.tokens, strict=True):
-            index.extend(tokens)
+        if "history" in sources:
+            for index, tokens in zip(self._indexes, context.sequences.tokens, strict=True):
+                index.extend(tokens)
         self._noted: list[list[tuple[list[int], Expectation, float]]] = [[] for _ in range(batch_size)]
 
     def next(self, row: int, path: list[int]) -> Expectation | None:
@@ -89,8 +90,9 @@ class Expectations:
                     self._learn(expectation, expectation.token == tokens[len(path)], q)
             self._noted[row].clear()
             self._tails[row] = answer_tail(outcome)
-            self._indexes[row].extend(tokens)
             self._continuations[row] = None
+            if "history" in self.weights:
+                self._indexes[row].extend(tokens)
 
     def _expectation(self, source: str, token: int) -> Expectation:
         weight = self.weights[source]

@@ -30,7 +30,7 @@ class HistoryDrafter(Drafter):
 
     Args:
         share_rows (`bool`, *optional*, defaults to `False`):
-            Let the rows of a batch learn from each other's texts.
+            Let the rows of a batch learn from each other's texts (those of one tenant, if there are tenants).
     """
 
     name: ClassVar[str] = "history"
@@ -42,7 +42,7 @@ class HistoryDrafter(Drafter):
             if source := context.encoder_tokens(row):
                 index.extend(source)
                 index.end_text()
-            index.extend(context.sequences.tokens[row])
+            index.extend(context.draftable(context.sequences.tokens[row]))
         self._earlier = context.draft_history
 
     def propose(self, request: DraftRequest) -> TokenTree:
@@ -50,8 +50,11 @@ class HistoryDrafter(Drafter):
         last_tokens = request.token_ids[-LONGEST_MATCH:]
         found = [_look_up(self._indexes[request.row], last_tokens, depth, repeats=True)]
         if self.share_rows:
-            others = [index for row, index in enumerate(self._indexes) if row != request.row]
-            found += [_look_up(index, last_tokens, depth, repeats=False) for index in others]
+            found += [
+                _look_up(index, last_tokens, depth, repeats=False)
+                for row, index in enumerate(self._indexes)
+                if row != request.row and (self._earlier is None or self._earlier.is_shared(row, request.row))
+            ]
         if self._earlier is not None:
             with self._earlier.reading(request.row) as index:
                 found.append(_look_up(index, last_tokens, depth, repeats=False))

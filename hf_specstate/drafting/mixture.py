@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
-from ..scheduling.prior import acceptance, values
 from ..token_tree import TokenTree, names_of
+from .prior import acceptance, values
+
+AGREEMENT = 0.5  # of the doubt that is left when another source names the same token
 
 
 def mix(proposals: Sequence[TokenTree], max_nodes: int, max_depth: int, max_width: int | None) -> TokenTree:
@@ -38,9 +40,6 @@ def mix(proposals: Sequence[TokenTree], max_nodes: int, max_depth: int, max_widt
     worth = values(merged)
     order = sorted(range(len(merged)), key=lambda node: -worth[node])  # stable: parents come first
     return merged.best(order, max_nodes, max_depth, max_width)
-
-
-AGREEMENT = 0.5  # of the doubt that is left when another source names the same token
 
 
 def _agree(merged: TokenTree, known: int, proposal: TokenTree, node: int) -> None:

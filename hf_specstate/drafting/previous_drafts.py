@@ -36,7 +36,7 @@ class PreviousDraftsDrafter(Drafter):
     """
 
     name: ClassVar[str] = "previous_drafts"
-    wants_answers: ClassVar[bool] = True
+    wants_answers = True
     fill: bool = True
 
     def start(self, context: DraftContext) -> None:
@@ -44,7 +44,7 @@ class PreviousDraftsDrafter(Drafter):
         self._random = [random.Random(0) for _ in range(context.sequences.batch_size)]
         self._prompts = [SuffixIndex() for _ in range(context.sequences.batch_size)]
         for row, index in enumerate(self._prompts):
-            index.extend(context.encoder_tokens(row) or context.sequences.prompt(row))
+            index.extend(context.encoder_tokens(row) or context.draftable(context.sequences.prompt(row)))
 
     def propose(self, request: DraftRequest) -> TokenTree:
         tree = TokenTree()
@@ -119,5 +119,5 @@ def _add_path(tree: TokenTree, path: list[int], source: str, confidence: float, 
             node = tree.add(token, parent, source, confidence=confidence * FADING ** max(place - skip, 0))
         elif source not in names_of(tree.sources[node]) and place >= skip:
             tree.sources[node] += f"+{source}"
-            tree.confidences[node] = max(tree.confidences[node], confidence)
+            tree.confidences[node] = max(tree.confidences[node], confidence * FADING ** (place - skip))
         parent = node

@@ -6,65 +6,79 @@ from threading import Lock
 from typing import ClassVar
 
 import torch
+from torch.nn.functional import pad
 
 from ..host import to_host
 from ..token_tree import TokenTree
 from .base import DraftContext, Drafter, DraftOutcome, DraftRequest
 
 DEPTH = 6  # of trees
-PAIR_SLOTS = 2**16
-UNSEEN = -1
+PLACES = 2**16
+NOTHING = -1
 
 
 class SuccessorTable:
     """
-    For every token, and for many pairs of tokens, the target's `k` likeliest next tokens when it last came by, with
-    their probabilities. Lies on the target's device. Memory: `(vocab_size + 65,536) * k * 8` bytes, and 512 KiB for the
-    pairs; a pair that falls into the place of another one replaces it. Threads may share it.
+    For tokens and for pairs of tokens, the target's `k` likeliest next tokens when it last came by, with their
+    probabilities. Lies on the target's device and takes `65,536 * (8 + 8 * k)` bytes there, whatever the vocabulary:
+    what falls into the place of something else replaces it. Threads may share it.
 
     Args:
-        vocab_size (`int`): Of the target.
         k (`int`): Successors of each.
         device (`torch.device`): Of the target's logits.
     """
 
-    def __init__(self, vocab_size: int, k: int, device: torch.device):
-        self.vocab_size, self.k = vocab_size, min(k, vocab_size)
-        rows = vocab_size + PAIR_SLOTS  # tokens first, pairs behind them
-        self.token_ids = torch.full((rows, self.k), UNSEEN, dtype=torch.int32, device=device)
-        self.probs = torch.zeros((rows, self.k), device=device)
-        self.pairs = torch.full((PAIR_SLOTS,), UNSEEN, dtype=torch.long, device=device)  # which pair a place holds
+    def __init__(self, k: int, device: torch.device):
+        self.k = k
+        self.keys = torch.full((PLACES,), NOTHING, dtype=torch.long, device=device)  # what each place is about
+        self.token_ids = torch.zeros((PLACES, k), dtype=torch.int32, device=device)
+        self.probs = torch.zeros((PLACES, k), device=device)
         self._lock = Lock()
 
-    def update(self, before: torch.Tensor, tokens: torch.Tensor, logits: torch.Tensor) -> None:
+    def update(self, pairs: Sequence[tuple[int, int]], logits: torch.Tensor) -> None:
         """
         Args:
-            before, tokens (`torch.LongTensor` of shape `(slots,)`): The last two tokens in each slot; UNSEEN before a
+            pairs (`list[tuple[int, int]]` of length `slots`): The last two tokens in each slot; `NOTHING` before a
                 text's first.
             logits (`torch.FloatTensor` of shape `(slots, vocab_size)`): The target's, after them.
         """
-        values, successors = logits.topk(self.k, dim=-1)
+        vocab_size = logits.shape[1]
+        # the last slot that is about a place has it: the device would let any of them win
+        latest: dict[int, tuple[int, int]] = {}
+        for slot, (before, token) in enumerate(pairs):
+            for key in (token, _pair(before, token, vocab_size)):
+                latest[_place(key)] = (key, slot)
+        changes = torch.tensor([(place, key, slot) for place, (key, slot) in latest.items()])
+        places, keys, slots = changes.to(logits.device, non_blocking=True).unbind(1)
+        values, successors = logits.topk(min(self.k, vocab_size), dim=-1)
         probs = (values - logits.logsumexp(dim=-1, keepdim=True)).exp()
-        pairs, places = self._places(before, tokens)
+        missing = (0, self.k - values.shape[1])
         with self._lock:
-            self.pairs[places] = pairs
-            for rows in (tokens, self.vocab_size + places):
-                self.token_ids[rows] = successors.int()
-                self.probs[rows] = probs
+            self.keys[places] = keys
+            self.token_ids[places] = pad(successors.int(), missing)[slots]
+            self.probs[places] = pad(probs, missing)[slots]
 
-    def successors(self, before: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def successors(
+        self, before: torch.Tensor, tokens: torch.Tensor, vocab_size: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        `(token_ids, probs)`, each of shape `(tokens, k)`, after the pair where it was seen, else after the token;
-        UNSEEN and 0 where neither was.
+        `(token_ids, probs)`, each of shape `(tokens, k)`, after the pair where it was seen, else after the token; with
+        probability 0 where neither was.
         """
-        pairs, places = self._places(before, tokens)
+        pairs = _pair(before, tokens, vocab_size)
         with self._lock:
-            rows = torch.where(self.pairs[places] == pairs, self.vocab_size + places, tokens)
-            return self.token_ids[rows], self.probs[rows]
+            places = torch.where(self.keys[_place(pairs)] == pairs, _place(pairs), _place(tokens))
+            is_known = (self.keys[places] == pairs) | (self.keys[places] == tokens)
+            return self.token_ids[places].long(), self.probs[places] * is_known[:, None]
 
-    def _places(self, before: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        pairs = before * self.vocab_size + tokens
-        return pairs, (before * 0x9E3779B1 + tokens) % PAIR_SLOTS
+
+def _pair(before, token, vocab_size: int):
+    """The key of two tokens (a single token is its own), as numbers or tensors."""
+    return vocab_size * (2 + before) + token
+
+
+def _place(key):
+    return (key * 40503 + (key >> 16)) % PLACES  # near 2**16 divided by the golden ratio
 
 
 @dataclass
@@ -81,18 +95,16 @@ class RecyclingDrafter(Drafter):
     """
 
     name: ClassVar[str] = "recycling"
-    wants_logits: ClassVar[bool] = True
+    wants_logits = True
     top_k: int = 8
     trust: float = 0.6
 
     def start(self, context: DraftContext) -> None:
         self._sequences = context.sequences
-        device = context.input_ids.device
-        earlier = context.draft_history
+        self._vocab_size = context.vocab_size
+        device, earlier = context.input_ids.device, context.draft_history
         self._tables = [
-            SuccessorTable(context.vocab_size, self.top_k, device)
-            if earlier is None
-            else earlier.successors(row, context.vocab_size, self.top_k, device)
+            SuccessorTable(self.top_k, device) if earlier is None else earlier.successors(row, self.top_k, device)
             for row in range(context.sequences.batch_size)
         ]
 
@@ -114,30 +126,29 @@ class RecyclingDrafter(Drafter):
         """
         table = self._tables[request.row]
         device = table.token_ids.device
-        last = torch.tensor([UNSEEN, *request.token_ids][-2:], device=device)
+        last = torch.tensor([NOTHING, *request.token_ids[-2:]][-2:]).to(device, non_blocking=True)
         before, tokens, chances = last[:1], last[1:], torch.ones(1, device=device)
         levels = []
         width = min(request.width, table.k)
         for _ in range(min(DEPTH, request.max_depth, request.max_nodes)):
-            found, probs = table.successors(before, tokens)
-            found, probs = found[:, :width].long(), self.trust * probs[:, :width]
+            found, probs = table.successors(before, tokens, self._vocab_size)
+            found, probs = found[:, :width], self.trust * probs[:, :width]
             reached, best = (chances[:, None] * probs).flatten().topk(min(request.max_nodes, probs.numel()))
             parents = best // width
-            before, tokens, chances = tokens[parents], found.flatten()[best].clamp(min=0), reached
+            before, tokens, chances = tokens[parents], found.flatten()[best], reached
             levels.append(torch.stack([parents.float(), tokens.float(), probs.flatten()[best]]))
         return levels
 
     def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
         for outcome in outcomes:
-            tree = outcome.tree
             text = self._sequences.tokens[outcome.row]
             end = len(text) - len(outcome.token_ids)
-            tokens = [text[end - 1], *tree.token_ids]
-            before = [text[end - 2] if end > 1 else UNSEEN, *(tokens[1 + parent] for parent in tree.parents)]
-            logits = outcome.logits
-            assert logits is not None
-            slots = torch.tensor([before, tokens], device=logits.device)
-            self._tables[outcome.row].update(slots[0], slots[1], logits)
+            if not end:
+                continue  # prompted with embeddings: nothing is known of what the first token follows
+            tokens = [text[end - 1], *outcome.tree.token_ids]
+            before = [text[end - 2] if end > 1 else NOTHING, *(tokens[1 + parent] for parent in outcome.tree.parents)]
+            assert outcome.logits is not None
+            self._tables[outcome.row].update(list(zip(before, tokens, strict=True)), outcome.logits)
 
 
 def _tree_of(values: list[list[float]], sizes: list[int], source: str) -> TokenTree:

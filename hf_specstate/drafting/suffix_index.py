@@ -1,6 +1,7 @@
 """Finding where the last tokens of a text occurred before, and how it went on."""
 
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable
 
 import numpy as np
@@ -22,7 +23,7 @@ class SuffixIndex:
         self._tokens = np.empty(256, dtype=np.int32)
         self._size = 0
         self._begin = 0  # what lies before has been dropped
-        self._places: dict[int, array] = {}
+        self._places: defaultdict[int, array] = defaultdict(lambda: array("i"))
 
     def __len__(self) -> int:
         return self._size - self._begin
@@ -49,7 +50,7 @@ class SuffixIndex:
             self._tokens = grown
         self._tokens[self._size : self._size + len(new)] = new
         for place, token in enumerate(new.tolist(), start=self._size):
-            self._places.setdefault(token, array("i")).append(place)
+            self._places[token].append(place)
         self._size += len(new)
 
     def end_text(self) -> None:
