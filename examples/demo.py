@@ -9,9 +9,9 @@ Generates from a real prompt with drafts, checks the text against plain `generat
 import argparse
 import sys
 import time
+from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 from transformers.utils.logging import disable_progress_bar
 
@@ -20,7 +20,6 @@ from eval.embedded_model import layer_skipping_draft, load_embedded_model
 from eval.equality import first_difference
 
 PROMPT = "List the days of the week from Monday to Sunday. Then list them again in the same order, three times in all."
-SHOWN_ROUNDS = 12
 console = Console(highlight=False)
 
 
@@ -51,20 +50,20 @@ def main() -> int:
     )
     seconds = time.perf_counter() - start
 
-    states = out.spec_states[0]
-    show_rounds(states, tokenizer)
+    console.rule("the same text by who wrote it")
+    out.spec_states.show(tokenizer)
+    console.rule("check")
     prompt_length = inputs["input_ids"].shape[1]
     expected, got = (result.sequences[0, prompt_length:].tolist() for result in (plain, out))
     difference = first_difference(expected, got, [step[0] for step in plain.logits], model.dtype)
     console.print(f"text equal to plain generate(): [bold]{difference or 'yes'}[/bold]")
     console.print(
-        f"{states.num_accepted} of {states.num_drafted} drafted tokens accepted; {len(got)} tokens in "
-        f"{len(states)} target forwards, {states.mean_tokens_per_forward:.2f} tokens per forward after the prefill"
-    )
-    console.print(
         f"plain {plain_seconds:.2f} s, speculative {seconds:.2f} s: {plain_seconds / seconds:.2f} times the speed "
         "(one run on this machine, prefill included)"
     )
+    args.html.parent.mkdir(parents=True, exist_ok=True)
+    args.html.write_text(out.spec_states.to_html(), encoding="utf-8")
+    console.print(f"every round, in a browser: [bold]{args.html}[/bold]")
     return 0 if difference is None or difference.is_near_tie else 1
 
 
@@ -80,6 +79,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--tree-width", type=int, default=1, help="alternatives drafted for one position")
+    parser.add_argument(
+        "--html", type=Path, default=Path("build/demo.html"), metavar="PATH", help="where to write a page that shows it"
+    )
     args = parser.parse_args()
     if args.model and args.assistant == "":
         parser.error("--assistant needs a name when --model is given")
@@ -99,34 +101,6 @@ def load(args: argparse.Namespace):
         return model, AutoModelForCausalLM.from_pretrained(args.assistant), tokenizer
     console.print("[dim]The assistant is the model without its layer 15: it shows states, not speed.[/dim]")
     return model, layer_skipping_draft(model), tokenizer
-
-
-def show_rounds(states: hf_specstate.SpecSequence, tokenizer) -> None:
-    title = f"the first {SHOWN_ROUNDS} rounds with a draft (round 0 is the prefill; a|b are alternatives)"
-    table = Table(title=title, title_justify="left")
-    table.add_column("round", justify="right")
-    table.add_column("drafted by")
-    table.add_column("drafted (✓ accepted)")
-    table.add_column("added by the target")
-    for spec_round in [r for r in states if r.token_ids][:SHOWN_ROUNDS]:
-        by_depth: dict[int, list[str]] = {}
-        depths: list[int] = []
-        for node, (token, parent) in enumerate(zip(spec_round.token_ids, spec_round.parents, strict=True)):
-            depths.append(1 if parent < 0 else depths[parent] + 1)
-            text = quoted(tokenizer, token)
-            text = f"[green]✓{text}[/green]" if node in spec_round.accepted else f"[dim]{text}[/dim]"
-            by_depth.setdefault(depths[node], []).append(text)
-        drafted = " ".join("|".join(by_depth[depth]) for depth in sorted(by_depth))
-        sources = ", ".join(dict.fromkeys(spec_round.sources))
-        added = quoted(tokenizer, spec_round.added_token_id)
-        table.add_row(str(spec_round.index), sources, drafted, added)
-    console.rule("what happened")
-    console.print(table)
-
-
-def quoted(tokenizer, token: int) -> str:
-    """A token's text with its spaces visible, safe inside rich markup."""
-    return tokenizer.decode([token]).replace(" ", "␣").replace("\n", "⏎").replace("[", "\\[")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,51 @@
+"""How each drafter's tokens look, wherever they are shown."""
+
+from dataclasses import dataclass
+
+from ..states import SpecStates
+from ..token_tree import names_of
+
+# Okabe and Ito's palette, which colour-blind readers can tell apart (https://jfly.uni-koeln.de/color/); the colours
+# that are hard to see on white come last.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+# Five each beside six colours: thirty drafters before two look alike.
+TERMINAL_CUES = ("underline", "bold", "italic", "bold underline", "italic underline")
+UNDERLINES = ("solid", "dashed", "dotted", "double", "wavy")
+BRACKETS = ("⟦⟧", "⟪⟫", "⟮⟯", "⦃⦄", "⦗⦘")
+
+
+@dataclass(frozen=True)
+class SourceStyle:
+    """
+    Args:
+        colour (`str`): As `#RRGGBB`.
+        terminal_cue (`str`): A style of rich that tells the drafter without colour.
+        underline (`str`): A `text-decoration-style` of CSS that does.
+        brackets (`str`): An opening and a closing one, for output that has no styles at all.
+    """
+
+    colour: str
+    terminal_cue: str
+    underline: str
+    brackets: str
+
+
+def styles_of(states: SpecStates) -> dict[str, SourceStyle]:
+    """Source -> how it looks, by order of first appearance. A token of several sources looks like the first of them."""
+    return {
+        source: SourceStyle(
+            COLOURS[place % len(COLOURS)],
+            TERMINAL_CUES[place % len(TERMINAL_CUES)],
+            UNDERLINES[place % len(UNDERLINES)],
+            BRACKETS[place % len(BRACKETS)],
+        )
+        for place, source in enumerate(states.drafted_by_source)
+    }
+
+
+def note_on_sharing(states: SpecStates) -> str | None:
+    """What a legend must say if several sources proposed the same tokens."""
+    sources = {source for sequence in states for spec_round in sequence for source in spec_round.sources}
+    if all(len(names_of(source)) == 1 for source in sources):
+        return None
+    return "A token that several sources drafted counts for each of them, and looks like the first."
