@@ -80,18 +80,27 @@ class SpecStateCandidateGenerator(CandidateGenerator):
             asked = [row for row in limits if self._merges or not proposals[row]]
             if not asked:
                 break
-            for row, tree in zip(asked, self._guarded(drafter, self._ask, drafter, asked, limits) or (), strict=False):
+            found = self._guarded(drafter, self._ask, drafter, {row: (*limits[row], proposals[row]) for row in asked})
+            for row, tree in zip(asked, found or (), strict=False):
                 proposals[row] += [tree] if len(tree) else []
         trees = {row: mix(proposals[row], *limit, self.width) for row, limit in limits.items() if proposals[row]}
         return [trees.get(row, TokenTree()) for row in range(sequences.batch_size)]
 
-    def _ask(self, drafter: Drafter, rows: Sequence[int], limits: dict[int, tuple[int, int]]) -> list[TokenTree]:
-        """A drafter's proposals, made sure that they are trees of this vocabulary within their limits."""
+    def _ask(self, drafter: Drafter, rows: dict[int, tuple[int, int, list[TokenTree]]]) -> list[TokenTree]:
+        """
+        A drafter's proposals, made sure that they are trees of this vocabulary within their limits.
+
+        Args:
+            rows (`dict`): Row -> most nodes, greatest depth, and what was proposed before.
+        """
         tokens, width = self.context.sequences.tokens, self.width or drafter.default_width
         requests = [
             DraftRequest(row, tokens[row], max_nodes, max_depth, width or max_nodes)
-            for row, (max_nodes, max_depth) in ((row, limits[row]) for row in rows)
+            for row, (max_nodes, max_depth, _) in rows.items()
         ]
+        for request, (max_nodes, max_depth, before) in zip(requests, rows.values(), strict=True):
+            if before:
+                request.known = mix(before, max_nodes, max_depth, self.width)
         proposals = drafter.propose_rows(requests)
         if len(proposals) != len(requests):
             raise ValueError(f"{len(proposals)} proposals for {len(requests)} rows")

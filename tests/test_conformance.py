@@ -20,8 +20,10 @@ COMBINATIONS = (
     ((True, True, True), (True, False, False), (False, True, False), (False, False, True)),
 )
 CELLS = [
-    pytest.param(drafter, family, *choice, id=f"{name}-{family}-{'-'.join(names)}")
-    for i, (name, drafter) in enumerate([*zip(DRAFTERS, DRAFTERS, strict=True), ("bigram", BigramDrafter())])
+    pytest.param(drafters, family, *choice, id=f"{name}-{family}-{'-'.join(names)}")
+    for i, (name, drafters) in enumerate(
+        [*((name, [name]) for name in DRAFTERS), ("bigram", [BigramDrafter()]), ("both", ["history", "assistant"])]
+    )
     for j, family in enumerate(FAMILIES)
     for choice in COMBINATIONS[(i + j) % 2]
     for names in [(("chain", "tree")[choice[0]], ("row", "batch")[choice[1]], ("greedy", "sampled")[choice[2]])]
@@ -47,9 +49,9 @@ def some_token(sequences: torch.Tensor, row: int, step: int) -> int:
     return int(sequences[row, step - NEW_TOKENS])
 
 
-@pytest.mark.parametrize(("drafter", "family", "tree", "batch", "sampled"), CELLS)
-def test_same_text_as_plain_generate(drafter, family, tree, batch, sampled):
-    config = {"drafters": [drafter], "tree_width": 2 if tree else 1, "strict": True, "lockstep": sampled}
+@pytest.mark.parametrize(("drafters", "family", "tree", "batch", "sampled"), CELLS)
+def test_same_text_as_plain_generate(drafters, family, tree, batch, sampled):
+    config = {"drafters": drafters, "tree_width": 2 if tree else 1, "strict": True, "lockstep": sampled}
     accepted = rejected = 0
     for seed in range(SEEDS):
         plain, model = tiny(family, seed=seed // 4), hf_specstate.enable(tiny(family, seed=seed // 4))

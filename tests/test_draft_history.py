@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from families import prompt, tiny
+from families import noisy_copy, prompt, tiny
 
 import hf_specstate
 from eval.random_model import byte_tokenizer
@@ -122,6 +122,28 @@ def test_an_assistant_is_joined_by_the_history():
     history.add(model.generate(prompt(), max_new_tokens=24, do_sample=False)[0])
     out = model.generate(prompt(), assistant_model=draft, draft_history=history, **OPTIONS)
     assert out.spec_states.accepted_by_source["history"] > 15
+
+
+def test_an_assistant_extends_what_the_history_is_sure_of():
+    """It runs over it once, and drafts from its end; the rest of the record is as ever."""
+    plain, history = tiny("llama"), DraftHistory()
+    answer = plain.generate(prompt(), max_new_tokens=48, do_sample=False)[0]
+    history.add(answer[:-16])
+    model, draft, widths = speculating(), noisy_copy(plain, noise=0.02), []
+    draft.register_forward_pre_hook(
+        lambda _, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    options = dict(max_new_tokens=48, do_sample=False, return_spec_states=True, assistant_model=draft)
+    options["spec_config"] = dict(max_nodes=12, strict=True)
+    out = model.generate(prompt(), draft_history=history, **options)
+    assert torch.equal(out.sequences[0], answer)
+    rounds = out.spec_states[0].rounds
+    extended = [r for r in rounds if {"history", "assistant"} <= set(r.sources)]
+    assert extended and any(r.sources[node] == "assistant" for r in extended for node in r.accepted)
+    for r in extended:  # what the assistant added follows what was known
+        assert all(r.parents[node] >= 0 for node, source in enumerate(r.sources) if source == "assistant")
+    assert max(widths[1:]) > 4
+    assert "" not in {source for r in rounds for source in r.sources}
 
 
 def test_nothing_crosses_between_tenants():

@@ -20,6 +20,9 @@ from ..validation import check_encoder_inputs, check_support
 from ..verification import CachedModel
 from .base import DraftContext, Drafter, DraftOutcome, DraftRequest
 from .expectations import Expectation, Expectations
+from .prior import acceptance
+
+SURE = 0.6  # of a chain that others proposed: the chance that all of it is accepted, from which it is not drafted anew
 
 
 @dataclass
@@ -29,7 +32,7 @@ class AssistantDrafter(Drafter):
     trees as in SpecInfer, https://huggingface.co/papers/2305.09781). Each step runs the assistant on the most likely
     node of every row that has no children yet and gives it the `width` most likely ones, or, under `"rejection"`
     acceptance, one drawn from its distribution. Tokens that the assistant has not seen since it was last asked are
-    caught up in one forward first.
+    caught up in one forward first. What other drafters of the call are sure of is extended rather than drafted anew.
 
     Args:
         conditioning (`float`, *optional*, defaults to 0.05):
@@ -86,6 +89,8 @@ class AssistantDrafter(Drafter):
         if growing:
             logits = self._catch_up()
         self._trees = [TokenTree() for _ in range(self._sequences.batch_size)]
+        if any(growth.known for growth in growing.values()):
+            logits = self._follow(growing, logits)
         while growing:
             self._add_children(growing, logits)
             growing = {row: growth for row, growth in growing.items() if growth.choose(self._trees[row])}
@@ -158,6 +163,29 @@ class AssistantDrafter(Drafter):
         self._seen = [seen + len(path) for seen, path in zip(self._seen, paths, strict=True)]
         self._node_slots = [{} for _ in paths]
 
+    def _follow(self, growing: dict[int, "_Growth"], logits: torch.Tensor) -> torch.Tensor:
+        """Runs what others are sure of in one forward, so that the rows' trees grow from its end."""
+        paths = [growing[row].known if row in growing else [] for row in range(self._sequences.batch_size)]
+        if not self._support.tree:  # without a mask for each row, all must be as long
+            shortest = min(len(growth.known) for growth in growing.values())
+            paths = [path[:shortest] for path in paths]
+        width = max(map(len, paths))
+        if width == 0:
+            return logits
+        tokens = [[token for token, _ in path] for path in paths]
+        trees = [TokenTree.from_paths([path[1:]], self.name) for path in tokens]
+        roots = [path[0] if path else None for path in tokens]
+        batch = self._embeddable(TreeBatch.pack(roots, trees, self._sequences.pad_token_id, width))
+        followed, logits = self._cached.forward(batch).logits, logits.clone()
+        for row, path in enumerate(paths):
+            for slot, (token, chance) in enumerate(path):
+                # named after no one: whoever proposed it has it already
+                growing[row].node = self._trees[row].add(token, growing[row].node, "", math.log(chance), chance)
+                self._node_slots[row][growing[row].node] = slot
+            if path:
+                logits[row] = followed[row, len(path) - 1]
+        return logits
+
     def _run(self, growing: dict[int, "_Growth"]) -> torch.Tensor:
         """One step: the chosen node of every row, `(batch_size, vocab_size)`; rows that are done run along unused."""
         batch_size, pending = self._sequences.batch_size, self._cached.rows.pending
@@ -171,7 +199,8 @@ class AssistantDrafter(Drafter):
                 context[row, 0, self._node_slots[row][ancestor]] = True
             self._node_slots[row][node] = pending
         batch = self._embeddable(TreeBatch(tokens, [[-1]] * batch_size, depths))
-        is_chain = all(self._trees[row].is_chain for row in growing)
+        # everything that is pending is seen, then: there may be neither siblings nor padding
+        is_chain = all(self._trees[row].is_chain and len(self._node_slots[row]) == pending + 1 for row in growing)
         return self._cached.forward(batch, None if is_chain else context).logits[:, -1]
 
     def _embeddable(self, batch: TreeBatch) -> TreeBatch:
@@ -246,7 +275,9 @@ class _Growth:
         self.max_depth = max_depth
         self.width = request.width if in_trees else 1
         self.threshold = threshold
-        self.steps = math.ceil(request.max_nodes / self.width)  # runs of the assistant, the catching up included
+        self.known = sure_path(request.known, min(max_depth, request.max_nodes) - 1)
+        # runs of the assistant, the catching up included
+        self.steps = math.ceil((request.max_nodes - len(self.known)) / self.width)
         self.node = -1  # the root
         self.distributions: list[torch.Tensor] = []
         self._frontier: list[tuple[float, int]] = []  # (-log probability of the whole path, node)
@@ -266,6 +297,22 @@ class _Growth:
         self.node = best[1]
         # only what came before a token may decide whether it is drafted, so an unsure token itself is still offered
         return self.threshold is None or math.exp(tree.log_probs[self.node]) >= self.threshold
+
+
+def sure_path(known: TokenTree, max_length: int) -> list[tuple[int, float]]:
+    """`(token, chance given the one before)` along the likeliest chain of `known`, as far as it is `SURE`."""
+    path: list[tuple[int, float]] = []
+    node, value = -1, 1.0
+    while len(path) < max_length:
+        children = [child for child, parent in enumerate(known.parents) if parent == node]
+        if not children:
+            break
+        node = max(children, key=lambda child: acceptance(known, child))
+        value *= acceptance(known, node)
+        if value < SURE:
+            break
+        path.append((known.token_ids[node], acceptance(known, node)))
+    return path
 
 
 def _private_generator(device: torch.device) -> torch.Generator:

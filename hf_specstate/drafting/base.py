@@ -72,7 +72,8 @@ class DraftContext:
 class DraftRequest:
     """
     What is wanted for one row: at most `max_nodes` nodes, no deeper than `max_depth`, at most `width` children of a
-    node (1: a chain). `token_ids` are the row's tokens so far, prompt first, without padding; read them only.
+    node (1: a chain). `token_ids` are the row's tokens so far, prompt first, without padding; read them only. `known`
+    is what drafters before this one have proposed for the row; a drafter may extend it.
     """
 
     row: int
@@ -80,6 +81,7 @@ class DraftRequest:
     max_nodes: int
     max_depth: int
     width: int
+    known: TokenTree = field(default_factory=TokenTree)
 
 
 @dataclass

@@ -44,7 +44,7 @@ def mix(proposals: Sequence[TokenTree], max_nodes: int, max_depth: int, max_widt
 
 def _agree(merged: TokenTree, known: int, proposal: TokenTree, node: int) -> None:
     names = names_of(merged.sources[known])
-    new = [name for name in names_of(proposal.sources[node]) if name not in names]
+    new = [name for name in names_of(proposal.sources[node]) if name and name not in names]
     if not new:
         return
     merged.sources[known] = "+".join(names + new)
