@@ -187,8 +187,9 @@ def test_ten_thousand_tokens(browse):
     assert seen["hovered"]["title"] == "Round 1 of row 0"
 
 
-def test_narrow_windows(browse):
-    assert not use(browse, made_states(), "--window-size=500,900")["wider"]
+@pytest.mark.parametrize("width", [500, 1000, 1200])
+def test_everything_fits_into_the_window(browse, width):
+    assert not use(browse, made_states(), f"--window-size={width},900")["wider"]
 
 
 def test_print(browse, tmp_path):

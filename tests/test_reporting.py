@@ -57,9 +57,9 @@ def shown(states: SpecStates, **options) -> str:
 
 def test_colours_and_cues():
     printed = shown(made_states(), force_terminal=True, color_system="truecolor")
-    assert "\x1b[4;38;2;0;114;178m sky is\x1b[0m blue" in printed  # underlined and blue
+    assert "\x1b[4;38;2;34;136;204m sky is\x1b[0m blue" in printed  # underlined and blue
     assert "\x1b[1;38;2;213;94;0m.⏎" in printed  # bold and red
-    assert "added by the target: 4; accepted/drafted: \x1b[4;38;2;0;114;178massistant\x1b[0m 2/5" in printed
+    assert "added by the target: 4; accepted/drafted: \x1b[4;38;2;34;136;204massistant\x1b[0m 2/5" in printed
 
 
 def test_cues_without_colour(monkeypatch):

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from ..states import SpecStates
 from ..token_tree import names_of
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart (https://jfly.uni-koeln.de/color/); the colours
-# that are hard to see on white come last.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+# Okabe and Ito's palette, which colour-blind readers can tell apart (https://jfly.uni-koeln.de/color/). The blue is
+# lighter, to be read on black, too; the colours that are hard to see on white come last.
+COLOURS = ("#2288CC", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 # Five each beside six colours: thirty drafters before two look alike.
 TERMINAL_CUES = ("underline", "bold", "italic", "bold underline", "italic underline")
 UNDERLINES = ("solid", "dashed", "dotted", "double", "wavy")

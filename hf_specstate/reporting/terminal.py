@@ -25,7 +25,7 @@ def show(states: SpecStates, console: Console | None = None) -> None:
     bracketed = console.color_system is None
     for row, sequence in enumerate(states):
         if len(states) > 1:
-            console.rule(f"row {row}", align="left", style="dim")
+            console.rule(Text(f"row {row}"), align="left", style="dim")
         console.print(_text(sequence, styles, bracketed), end="\n\n")
         console.print(_legend(sequence, styles, bracketed))
         console.print(Text(summary(sequence)), end="\n\n" if len(states) > 1 else "\n")
