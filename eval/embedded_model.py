@@ -51,7 +51,7 @@ def load_embedded_model() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
     """
     path = embedded_model_path()
     model = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
-    return model.eval(), AutoTokenizer.from_pretrained(path, local_files_only=True)
+    return model.eval(), AutoTokenizer.from_pretrained(path, local_files_only=True, padding_side="left")
 
 
 def layer_skipping_draft(model: LlamaForCausalLM) -> LlamaForCausalLM:

@@ -44,7 +44,7 @@ def main() -> int:
         **inputs,
         **options,
         assistant_model=assistant,
-        spec_config={"tree_width": args.tree_width},
+        spec_config={} if args.tree_width is None else {"tree_width": args.tree_width},
         return_spec_states=True,
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
     )
@@ -78,7 +78,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--tree-width", type=int, default=1, help="alternatives drafted for one position")
+    parser.add_argument("--tree-width", type=int, help="most alternatives drafted for one position")
     parser.add_argument(
         "--html", type=Path, default=Path("build/demo.html"), metavar="PATH", help="where to write a page that shows it"
     )

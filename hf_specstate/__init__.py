@@ -4,7 +4,16 @@ from .candidate_generator import SpecStateCandidateGenerator
 from .config import SpecStateConfig
 from .distributed import gather_spec_states, synchronize_draft_history
 from .draft_history import DraftHistory, TenantHistory
-from .drafting import DRAFTERS, Drafter
+from .drafting import (
+    DRAFTERS,
+    AssistantDrafter,
+    Drafter,
+    HistoryDrafter,
+    PreviousDraftsDrafter,
+    PromptLookupDrafter,
+    RecyclingDrafter,
+    StockDrafter,
+)
 from .enabling import disable, enable, is_enabled
 from .logits_processor import SpecStateLogitsProcessor
 from .model_support import ModelSupport, probe
@@ -19,9 +28,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DRAFTERS",
+    "AssistantDrafter",
     "DraftHistory",
     "Drafter",
+    "HistoryDrafter",
     "ModelSupport",
+    "PreviousDraftsDrafter",
+    "PromptLookupDrafter",
+    "RecyclingDrafter",
     "SpecDecoderOnlyOutput",
     "SpecEncoderDecoderOutput",
     "SpecEvent",
@@ -34,6 +48,7 @@ __all__ = [
     "SpecStream",
     "SpecStreamer",
     "SpeculativeTextGenerationPipeline",
+    "StockDrafter",
     "TenantHistory",
     "TokenTree",
     "disable",

@@ -40,7 +40,7 @@ def unpack(
         size = int.from_bytes(data[:8], "little")
         metadata = json.loads(data[8 : 8 + size])["__metadata__"]
         found, found_version = metadata["format"], int(metadata["version"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{name} holds no {what}, or is damaged.") from error
     if found != kind:
         raise ValueError(f"{name} holds no {what} but {found!r}.")
@@ -53,14 +53,16 @@ def unpack(
         if metadata["checksum"] != _checksum(metadata["header"], tensors):
             raise ValueError("the checksum differs")
         return json.loads(metadata["header"]), tensors
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+    except (SafetensorError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{name} is damaged: {error}.") from error
 
 
 def write(path: str | os.PathLike, data: bytes) -> None:
     """Writes a file that appears under its name when it is complete."""
-    path = Path(path)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.{get_ident()}")
+    path = Path(os.path.realpath(path))  # a link stays, and its target is written
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"There is no folder {path.parent}.")
+    unfinished = path.with_name(f".{os.getpid()}.{get_ident()}")
     try:
         unfinished.write_bytes(data)
         os.replace(unfinished, path)

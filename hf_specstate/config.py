@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass, field, fields
+from numbers import Integral, Real
 from typing import Any
 
 ACCEPTANCE = ("match", "rejection")
@@ -53,8 +54,8 @@ class SpecStateConfig:
         record_top_k (`int`, *optional*, defaults to 8):
             Tokens to keep at `"topk"` and `"full"`.
         record_max_bytes (`int`, *optional*, defaults to 2**30):
-            Most bytes of logits and hidden states that `"full"` keeps in one call. Rounds after that are recorded as at
-            `"topk"`, with a warning, and counted in [`SpecStates`].
+            Most bytes of logits and hidden states that `"full"` records in one call, streamed or not. Rounds after that
+            are recorded as at `"topk"`, with a warning, and counted in [`SpecStates`].
         strict (`bool`, *optional*, defaults to `False`):
             Raise the errors of drafters instead of dropping the drafter with a warning.
     """
@@ -83,14 +84,18 @@ class SpecStateConfig:
             argument = spec.metadata.get("argument")  # of `generate()`, which ends up in the field
             name = f"`spec_config.{spec.name}`" + (f" ({argument})" if argument else "")
             least, choices = spec.metadata.get("least"), spec.metadata.get("choices")
-            if least is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}.")
+            if least is not None:
+                if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+                    raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}.")
+                setattr(self, spec.name, int(value))  # NumPy's integers have no JSON form
             if choices and value not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}.")
             if isinstance(spec.default, bool) and not isinstance(value, bool):
                 raise ValueError(f"{name} must be True or False, got {value!r}.")
-            if spec.name == "confidence_threshold" and not (isinstance(value, int | float) and 0 <= value <= 1):
-                raise ValueError(f"{name} must lie between 0 and 1, got {value!r}.")
+            if spec.name == "confidence_threshold":
+                if not isinstance(value, Real) or not 0 <= float(value) <= 1:
+                    raise ValueError(f"{name} must lie between 0 and 1, got {value!r}.")
+                self.confidence_threshold = float(value)
         self._check_drafters()
 
     def _check_drafters(self) -> None:

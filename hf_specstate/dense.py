@@ -45,7 +45,8 @@ class Scores:
         token_ids (`torch.LongTensor` of shape `(rows, rounds, 1 + nodes)`):
             The target's own choice after the last committed token and after every node; -1 for padding.
         hidden_states (`torch.Tensor` of shape `(rows, rounds, 1 + nodes, hidden_size)`, *optional*):
-            The last layer's, in the same places, if they were recorded; zeros for padding and for what was left out.
+            The last layer's, in the same places, if they were recorded (and by models of one size); zeros for padding
+            and for what was left out.
     """
 
     probs: torch.Tensor
@@ -97,7 +98,7 @@ def _padded(states: SpecStates, name: str, shape: tuple[int, int], filler: float
 
 def _hidden_states(states: SpecStates, rounds: int, nodes: int) -> torch.Tensor | None:
     recorded = [r.hidden_states for sequence in states for r in sequence if r.hidden_states is not None]
-    if not recorded:
+    if len({tensor.shape[1] for tensor in recorded}) != 1:
         return None
     nothing = recorded[0].new_zeros((0, recorded[0].shape[1]))
 

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 FORMAT = "hf_specstate.draft_history"
 VERSION = 1
 EVERYBODY = ""  # the tenant of texts that have none
+LARGEST_TOKEN = 2**31 - 1  # what the index has room for
 MOST_TABLES = 16  # of successors, which lie on the target's device
 
 
@@ -52,16 +54,16 @@ class DraftHistory:
     """
 
     def __init__(self, max_tokens: int = 1_000_000, tokenizer: "PreTrainedTokenizerBase | None" = None):
-        if not isinstance(max_tokens, int) or max_tokens < 1:
+        asked: Any = max_tokens  # maybe one of NumPy's integers
+        if not isinstance(asked, Integral) or isinstance(asked, bool) or asked < 1:
             raise ValueError(f"`max_tokens` must be an integer of at least 1, got {max_tokens!r}.")
-        self.max_tokens = max_tokens
+        self.max_tokens = int(max_tokens)
         self.vocab_size: int | None = None  # of the model that it was first used with
         self._vocabulary = None if tokenizer is None else _fingerprint(tokenizer)
         self._tenants: dict[str, _Tenant] = {}
         self._texts: deque[tuple[str, int, bytes]] = deque()  # (tenant, tokens, digest), oldest first
         self._known: set[tuple[str, bytes]] = set()
         self._size = 0
-        self._largest_token = -1
         self._lock = RLock()
 
     def __len__(self) -> int:
@@ -78,13 +80,19 @@ class DraftHistory:
         Adds a text: a document that answers will quote, an output that is expected, an earlier answer.
 
         Args:
-            token_ids (`list[int]` or `torch.LongTensor` of shape `(length,)`): Its tokens.
+            token_ids (`list[int]`, or a tensor or array of them): Its tokens.
             tenant (`str`, *optional*): Whose it is.
+
+        Raises:
+            ValueError: these are no tokens.
         """
-        tokens = to_host(token_ids.reshape(-1)) if isinstance(token_ids, torch.Tensor) else list(token_ids)
-        tokens = tokens[-self.max_tokens :]
-        if not all(isinstance(token, int) and token >= 0 for token in tokens):
-            raise ValueError("`token_ids` must be non-negative integers.")
+        try:
+            tensor = torch.as_tensor(token_ids)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"`token_ids` must be integers: {error}.") from error
+        tokens = to_host(tensor.reshape(-1)[-self.max_tokens :])
+        if not all(type(token) is int and 0 <= token <= LARGEST_TOKEN for token in tokens):
+            raise ValueError(f"`token_ids` must be integers between 0 and {LARGEST_TOKEN}.")
         if tokens:
             with self._lock:
                 self._add(tokens, tenant)
@@ -95,7 +103,7 @@ class DraftHistory:
             self._tenants.clear()
             self._texts.clear()
             self._known.clear()
-            self._size, self._largest_token, self.vocab_size = 0, -1, None
+            self._size, self.vocab_size = 0, None
 
     def forget(self, tenant: str) -> None:
         """Forgets everything of one tenant."""
@@ -125,17 +133,23 @@ class DraftHistory:
         """Adds the texts of the others that are missing here, as the newest ones."""
         for other in others:
             self._check_vocabulary(other._vocabulary, other.vocab_size, "the other history")
-        for other in others:
-            for tenant, tokens in other.texts():
-                self.add(tokens, tenant)
+        for tenant, tokens in [text for other in others for text in other.texts()]:
+            self.add(tokens, tenant)
 
     def replace(self, others: "Sequence[DraftHistory]") -> None:
         """Holds the texts of the others instead of its own, those of the first as the oldest."""
         for other in others:
             self._check_vocabulary(other._vocabulary, other.vocab_size, "the other history")
+        texts = [text for other in others for text in other.texts()]  # before the lock: two may replace each other
+        vocab_size = self.vocab_size
         with self._lock:
             self.clear()
-            self.merge(*others)
+            self.vocab_size = vocab_size
+            for tenant, tokens in texts:
+                self.add(tokens, tenant)
+
+    def _filled(self) -> list[_Tenant]:
+        return [tenant for tenant in self._tenants.values() if len(tenant.index)]
 
     def _add(self, tokens: list[int], name: str) -> None:
         digest = hashlib.blake2b(torch.tensor(tokens).numpy().tobytes(), digest_size=16).digest()
@@ -147,7 +161,6 @@ class DraftHistory:
         index.end_text()
         self._texts.append((name, len(tokens), digest))
         self._size += len(tokens)
-        self._largest_token = max(self._largest_token, *tokens)
         while self._size > self.max_tokens:
             self._drop_oldest()
 
@@ -198,13 +211,14 @@ class DraftHistory:
         header, tensors = unpack(data, FORMAT, VERSION, "draft history", name)
         try:
             history = cls(header["max_tokens"], tokenizer)
-            history._check_vocabulary(header["vocabulary"], header["vocab_size"], name)
-            history._vocabulary = history._vocabulary or header["vocabulary"]
+            vocabulary, vocab_size = header["vocabulary"], header["vocab_size"]
             texts = tensors["token_ids"].split(tensors["lengths"].tolist())
             for tenant, tokens in zip(header["tenants"], texts, strict=True):
                 history.add(tokens, tenant)
-        except (KeyError, TypeError, RuntimeError) as error:
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"{name} is damaged: {error}.") from error
+        history._check_vocabulary(vocabulary, vocab_size, name)
+        history._vocabulary = history._vocabulary or vocabulary
         return history
 
     def _check_vocabulary(self, vocabulary: str | None, vocab_size: int | None, name: str) -> None:
@@ -216,7 +230,8 @@ class DraftHistory:
                 raise ValueError(
                     f"{name} has a vocabulary of {vocab_size} tokens, this draft history one of {self.vocab_size}."
                 )
-            if vocab_size is not None and vocab_size <= self._largest_token:
+            largest = max((int(tenant.index.tokens.max()) for tenant in self._filled()), default=-1)
+            if vocab_size is not None and vocab_size <= largest:
                 raise ValueError(f"{name} has a vocabulary of {vocab_size} tokens, and this draft history others.")
             self.vocab_size = self.vocab_size or vocab_size
 

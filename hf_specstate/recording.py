@@ -143,8 +143,7 @@ class Recorder:
                 )
             self._states.num_left_out += 1
             return
-        if self._keeps:
-            self._bytes += size
+        self._bytes += size
         for name, tensor in slots.items():
             # of a prefill's, only the last place; of a model that writes into its own buffers, what is there now
             setattr(recorded, name, tensor.clone())

@@ -91,6 +91,7 @@ class SpecStream(Iterator[SpecEvent]):
             if item is not None:
                 row, spec_round = item
                 return SpecEvent(row, self._text_of(row, spec_round), spec_round)
+            self._rounds.queue.put(None)  # another thread may be waiting, too
             self._thread.join()
             self.output = self._rounds.output
             rests = {row: text.take(is_last=True) for row, text in self._texts.items()}

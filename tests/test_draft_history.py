@@ -2,6 +2,7 @@
 
 import threading
 
+import numpy as np
 import pytest
 import torch
 from families import noisy_copy, prompt, tiny
@@ -51,6 +52,31 @@ def test_forgetting():
     assert texts_of(history) == [] and len(history) == 0
 
 
+def test_a_forgotten_text_leaves_nothing_behind():
+    for history in (DraftHistory(), DraftHistory(max_tokens=2)):
+        history.add([60000], tenant="a")
+        history.add([1, 2])
+        history.forget("a")
+        speculating().generate(prompt(), draft_history=history, **OPTIONS)
+
+
+def test_replacing_takes_what_the_others_hold():
+    ours, theirs = DraftHistory(), DraftHistory()
+    ours.add([1, 2, 3])
+    theirs.add([4])
+    ours.replace([theirs, ours])
+    assert texts_of(ours) == [("", [4]), ("", [1, 2, 3])]
+    threads = [
+        threading.Thread(target=lambda pair=pair: [pair[0].replace(pair) for _ in range(50)], daemon=True)
+        for pair in ((ours, theirs), (theirs, ours))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
 def test_many_texts_come_and_go():
     history = DraftHistory(max_tokens=50)
     kept = []
@@ -73,9 +99,14 @@ def test_a_bad_bound_is_refused(bad):
 
 
 def test_bad_tokens_are_refused():
-    for tokens in ([1, -1], ["a"], [1.5]):
+    history = DraftHistory(np.int64(10))
+    for tokens in ([1, -1], ["a"], [1.5], [5, 2**31], [True], [None], torch.tensor([0.5])):
         with pytest.raises(ValueError, match="token_ids"):
-            DraftHistory().add(tokens)
+            history.add(tokens)
+    assert len(history) == 0
+    for tokens in (np.array([1, 2]), torch.tensor([3], dtype=torch.uint8), range(4, 6), (6,), []):
+        history.add(tokens)
+    assert [tokens for _, tokens in texts_of(history)] == [[1, 2], [3], [4, 5], [6]]
 
 
 # ---------------------------------------------------------------------- in calls

@@ -1,7 +1,9 @@
 """Corners in which speculation once gave another text, or fell over."""
 
+import json
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -246,3 +248,23 @@ def test_the_heuristic_schedule_starts_where_it_is_told_to():
     )
     assert [len(states[1].token_ids) for states in (first, told)] == [2, 3]
     assert len(goes_on[1].token_ids) > 2
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_an_assistant_with_an_encoder_and_several_sequences_per_prompt(family):
+    model = hf_specstate.enable(tiny(family))
+    out = model.generate(
+        torch.cat([prompt(seed=3), prompt(seed=4)]), assistant_model=noisy_copy(tiny(family)), max_new_tokens=16,
+        do_sample=True, top_k=1, num_return_sequences=2, return_spec_states=True, spec_config=STRICT,
+    )  # fmt: skip
+    assert out.spec_states.num_accepted > 0
+    assert out.sequences[0].tolist() == out.sequences[1].tolist() and len(out.sequences) == 4
+
+
+def test_numbers_of_numpy_are_numbers():
+    model = hf_specstate.enable(tiny("llama"))
+    options = dict(max_new_tokens=8, do_sample=False, assistant_model=noisy_copy(tiny("llama")))
+    config = dict(tree_width=np.int64(2), confidence_threshold=np.float32(0.5), record_top_k=np.int32(3), strict=True)
+    got = model.generate(prompt(), num_assistant_tokens=np.int64(3), spec_config=config, **options)
+    assert torch.equal(got, hf_specstate.disable(model).generate(prompt(), max_new_tokens=8, do_sample=False))
+    json.dumps(hf_specstate.SpecStateConfig(**config).to_dict())

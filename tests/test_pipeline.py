@@ -82,6 +82,19 @@ def test_one_prompt_a_chat_and_no_assistant(parts):
     assert told(one["spec_states"]) == told(two["spec_states"]) == told(record["spec_states"])
 
 
+def test_what_was_left_out_is_told(parts):
+    model, draft, tokenizer = parts
+    pipe = pipeline("speculative-text-generation", model=model, tokenizer=tokenizer, assistant_model=draft)
+    options = OPTIONS | dict(spec_config={"record": "full", "record_max_bytes": 20_000, "strict": True})
+    (record,) = pipe(TEXTS[0], **options)
+    want = states_of(*parts, TEXTS[0], **options)
+    assert record["spec_states"].num_left_out == want.num_left_out > 0
+    kept = [[r.logits is not None for r in sequence] for sequence in (record["spec_states"][0], want[0])]
+    assert kept[0] == kept[1] and any(kept[0])
+    (record,) = pipe(TEXTS[0], **OPTIONS)
+    assert record["spec_states"].num_left_out == 0
+
+
 def test_a_spec_streamer_is_served_too(parts):
     model, draft, tokenizer = parts
 

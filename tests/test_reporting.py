@@ -23,8 +23,9 @@ from tests.made_states import (
 
 def test_table_of_one_row():
     assert str(made_states()) == (
-        "row  new tokens  forwards  tokens/forward  drafted  accepted  acceptance  stopped by\n"
-        "  0           9         5            2.00        8         5         62%  eos"
+        "row  new tokens  forwards  tokens/forward*  drafted  accepted  acceptance  stopped by\n"
+        "  0           9         5             2.00        8         5         62%  eos\n"
+        "* tokens that a forward gave a row, the prefill left out"
     )
 
 
@@ -32,11 +33,11 @@ def test_table_of_many_rows_is_short():
     states = SpecStates.concatenate([made_states()] * 22 + [long_states(1_000)])
     states.num_left_out = 3
     lines = str(states).splitlines()
-    assert len(lines) == 1 + 20 + 3
+    assert len(lines) == 1 + 20 + 4
     assert lines[20].split()[0] == "19"
     assert lines[21] == "… 3 more"
     assert lines[22].split() == ["all", "1,198", "444", "2.79", "1,841", "776", "42%"]
-    assert lines[23].startswith("The logits of 3 forwards were left out")
+    assert lines[24].startswith("The logits of 3 forwards were left out")
 
 
 def test_table_of_nothing():
@@ -81,7 +82,7 @@ def test_tokens_of_several_sources():
     printed = shown(shared_states())
     assert "The⟦ sky is⟧⟪ blue⟫\n" in printed
     assert "⟦history⟧ 3/3  ⟪recycling⟫ 2/2" in printed
-    note = "A token that several sources drafted counts for each of them"
+    note = "Several sources often draft the same token"
     assert note in printed
     assert note not in shown(made_states())
 

@@ -106,6 +106,25 @@ def test_a_damaged_file_is_refused_by_name(states, tmp_path):
             SpecStates.load(path)
 
 
+def test_headers_that_no_one_writes_are_refused_by_name(states, tmp_path):
+    data, path = to_bytes(states), tmp_path / "mine.safetensors"
+    header = data[8 : 8 + int.from_bytes(data[:8], "little")]
+    for raw in (b"[" * 200_000, header.replace(b'"version":"1"', b'"version":Infinity'), b"{}", b"[]", b"7"):
+        path.write_bytes(len(raw).to_bytes(8, "little") + raw)
+        with pytest.raises(ValueError, match="mine.safetensors"):
+            SpecStates.load(path)
+
+
+def test_where_files_go(states, tmp_path):
+    (tmp_path / "real").write_bytes(b"old")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    states.save(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and len(SpecStates.load(tmp_path / "real")) == len(states)
+    states.save(tmp_path / ("n" * 250))
+    with pytest.raises(FileNotFoundError, match="no folder .*absent"):
+        states.save(tmp_path / "absent" / "states")
+
+
 def test_newer_and_foreign_files_are_refused_by_name(states, tmp_path):
     path = tmp_path / "mine.safetensors"
     path.write_bytes(to_bytes(states).replace(b'"version":"1"', b'"version":"2"'))
@@ -226,6 +245,13 @@ def test_dense_views_hold_every_round_where_it_belongs():
 def test_dense_views_of_nothing():
     assert SpecStates().proposals.proposal_token_ids.shape == (0, 0, 0)
     assert recorded("ids").scores.hidden_states is None
+
+
+def test_hidden_states_of_different_models_have_no_dense_view():
+    parts = [from_bytes(to_bytes(recorded("full"))) for _ in range(2)]
+    for spec_round in parts[1][0]:
+        spec_round.hidden_states = torch.zeros(1 + len(spec_round.token_ids), 3)
+    assert SpecStates.concatenate(parts).scores.hidden_states is None
 
 
 def test_concatenation_keeps_rows_in_order(states):

@@ -95,6 +95,17 @@ def test_an_error_comes_after_every_round_before_it(model):
         next(events)
 
 
+def test_two_readers_both_come_to_the_end(model):
+    events, seen = hf_specstate.stream(model, prompt(), **drafting(model)), []
+    readers = [threading.Thread(target=lambda: seen.extend(events), daemon=True) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join(20)
+        assert not reader.is_alive()
+    assert len(seen) == events.output.spec_states.num_forwards
+
+
 def test_bad_arguments_are_raised_by_the_iterator(model):
     with pytest.raises(ValueError, match="enable"):
         hf_specstate.stream(tiny("llama"), prompt())

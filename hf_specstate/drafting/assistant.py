@@ -342,6 +342,8 @@ def _assistant_inputs(context: DraftContext, assistant: PreTrainedModel, device:
     if assistant.config.is_encoder_decoder:
         config = GenerationConfig(output_attentions=False, output_hidden_states=False)
         inputs = None if context.inputs_tensor is None else context.inputs_tensor.to(device)
+        if inputs is not None:  # one a prompt, for maybe several rows
+            inputs = inputs.repeat_interleave(context.sequences.batch_size // inputs.shape[0], dim=0)
         inputs, name, kwargs = assistant._prepare_model_inputs(inputs, None, kwargs)
         if context.model_kwargs.get("attention_mask") is not None:
             kwargs["attention_mask"] = context.model_kwargs["attention_mask"].to(device)

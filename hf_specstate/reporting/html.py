@@ -15,11 +15,10 @@ from .wording import MISSING, accepted, counted, decimal, duration, ending, left
 def to_html(states: SpecStates) -> str:
     """
     Returns:
-        `str`: A page that needs no network and no other file.
-
-    Raises:
-        ModuleNotFoundError: matplotlib, which draws the charts, is not installed.
+        `str`: A page that needs no network and no other file. It has charts if matplotlib is installed.
     """
+    if not find_spec("matplotlib"):
+        return _page(states, "")
     from .charts import charts
 
     return _page(states, charts(states))
@@ -28,10 +27,9 @@ def to_html(states: SpecStates) -> str:
 def to_embedded_html(states: SpecStates) -> str:
     """
     Returns:
-        `str`: The page in a frame, where its styles and its script do not meet those of a notebook. Without
-        matplotlib, it has no charts.
+        `str`: The page in a frame, where its styles and its script do not meet those of a notebook.
     """
-    page = to_html(states) if find_spec("matplotlib") else _page(states, "")
+    page = to_html(states)
     style = "width: 100%; height: 40rem; border: 1px solid #8888; border-radius: 6px"
     frame = f'<iframe title="Speculative states" sandbox="allow-scripts" style="{style}" srcdoc="{escape(page)}">'
     return frame + "</iframe>"
@@ -51,6 +49,7 @@ def _page(states: SpecStates, charts: str) -> str:
         numbers=_numbers(states),
         notes=_notes(states),
         legend=_legend(states, styles),
+        sharing=f'<p class="hint">{escape(note)}</p>' if (note := note_on_sharing(states)) else "",
         rows="\n".join(rows) or "<p>No rows.</p>",
         charts=f'<section class="charts" id="charts" aria-label="Charts">{charts}</section>' if charts else "",
         charts_link='<a href="#charts">Charts</a>' if charts else "",
@@ -79,8 +78,8 @@ def _notes(states: SpecStates) -> str:
     unknown = any(sequence.text_pieces is None for sequence in states)
     notes = [
         "The texts of the tokens are not known here, so their ids are shown." if unknown else None,
-        note_on_sharing(states),
         left_out(states),
+        None if find_spec("matplotlib") else "Install matplotlib to have charts here.",
     ]
     return "".join(f"<p>{escape(note)}</p>" for note in notes if note)
 

@@ -48,4 +48,4 @@ def note_on_sharing(states: SpecStates) -> str | None:
     sources = {source for sequence in states for spec_round in sequence for source in spec_round.sources}
     if all(len(names_of(source)) == 1 for source in sources):
         return None
-    return "A token that several sources drafted counts for each of them, and looks like the first."
+    return "Several sources often draft the same token: it counts for each of them, and looks like the first."

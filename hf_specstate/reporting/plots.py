@@ -13,7 +13,7 @@ try:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("Charts need matplotlib: `pip install hf-specstate[report]`.") from error
+    raise ModuleNotFoundError("Charts need matplotlib: `pip install matplotlib`.") from error
 
 WIDTH, HEIGHT = 4.8, 3.2  # inches
 ACCEPTED = COLOURS[0]

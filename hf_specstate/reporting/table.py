@@ -4,7 +4,7 @@ from ..draft_statistics import DraftStatistics
 from ..states import SpecSequence, SpecStates
 from .wording import MISSING, decimal, left_out, percent
 
-HEADER = ["row", "new tokens", "forwards", "tokens/forward", "drafted", "accepted", "acceptance", "stopped by"]
+HEADER = ["row", "new tokens", "forwards", "tokens/forward*", "drafted", "accepted", "acceptance", "stopped by"]
 MOST_ROWS = 20
 
 
@@ -25,6 +25,7 @@ def as_table(states: SpecStates) -> str:
         lines.append("  ".join([*numbers, line[-1]]).rstrip())
     if len(states) > MOST_ROWS:
         lines.insert(-1, f"… {len(states) - MOST_ROWS:,} more")
+    lines.append("* tokens that a forward gave a row, the prefill left out")
     if note := left_out(states):
         lines.append(note)
     return "\n".join(lines)
