@@ -44,8 +44,8 @@ class DraftHistory:
 
     Bounded by `max_tokens`: when it is full, the oldest texts go first, whoever wrote them. A text that it holds
     already is not added again. Texts of different tenants never meet, see [`~DraftHistory.for_tenant`]. Threads may
-    share it. A million tokens take about 12 MB (up to three times that while they are being replaced), and the
-    successors of a tenant 4.5 MB on the target's device, for the 16 tenants that came last.
+    share it. A million tokens take about 31 MiB, and the successors of a tenant 4.5 MiB on the target's device, for the
+    16 tenants that came last.
 
     Args:
         max_tokens (`int`, *optional*, defaults to 1,000,000): Most tokens that are kept.

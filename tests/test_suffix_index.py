@@ -4,6 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eval.suffix_structures import SuffixAutomaton
 from hf_specstate.drafting.suffix_index import LONGEST_MATCH, SEPARATOR, SuffixIndex
 
 texts = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=30), min_size=1, max_size=4)
@@ -46,6 +47,19 @@ def test_every_place_is_found_with_its_length(parts, other):
         )
         few, _ = index.matches(last, limit=2)
         assert few.tolist() == starts.tolist()[:2]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60))
+def test_the_longest_match_is_that_of_a_suffix_automaton(text):
+    index, automaton = SuffixIndex(), SuffixAutomaton()
+    for place, token in enumerate(text):
+        index.extend([token])
+        automaton.extend(token)
+        starts, lengths = index.matches(text[: place + 1], limit=1)
+        end, length = automaton.match()
+        assert min(length, LONGEST_MATCH) == (lengths[0] if len(lengths) else 0)
+        assert not length or text[end - length + 1 : end + 1] == text[place - length + 1 : place + 1]
 
 
 @settings(max_examples=200, deadline=None)
