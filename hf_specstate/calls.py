@@ -24,7 +24,7 @@ from .decoding import SpeculativeDecoding
 from .draft_history import HistoryOfRows
 from .drafting import DRAFTERS, DraftContext, Drafter
 from .drafting.early_exit import early_exit_view
-from .model_support import probe
+from .model_support import ModelSupport, probe
 from .recording import Recorder, SpecStreamer
 from .row_cache import has_fixed_slots
 from .scheduling import make_schedule
@@ -145,17 +145,13 @@ def decode(
     **model_kwargs,
 ) -> ModelOutput | torch.Tensor:
     """The decoding method of an enabled model; arguments and result as of `GenerationMixin._assisted_decoding`."""
-    check_generation(model, generation_config, model_kwargs)
     check_assistant(model, assistant_model, tokenizer, assistant_tokenizer, synced_gpus)
-    check_positions(model, generation_config, input_ids.shape[1])
-    support = probe(model, static=has_fixed_slots(model_kwargs[CACHE_NAME]))
-    check_support(model, support, "model")
+    support = _support(model, input_ids, generation_config, model_kwargs)
     if generation_config.assistant_early_exit is not None:
         assistant_model = early_exit_view(model, generation_config.assistant_early_exit)
     alike = assistant_model is None or speak_alike(tokenizer, assistant_tokenizer)
     config = call.with_assistant(assistant_model)
     batch_size = input_ids.shape[0]
-    history = _history(model, call, generation_config, batch_size)
     context = DraftContext(
         model=model,
         sequences=_sequences(model, input_ids, generation_config, model_kwargs),
@@ -168,21 +164,17 @@ def decode(
         assistant_model=assistant_model,
         tokenizer=tokenizer,
         assistant_tokenizer=None if alike else assistant_tokenizer,
-        draft_history=history,
+        draft_history=_history(model, call, generation_config, batch_size),
     )
     drafters = _make_drafters(context)
-    needs_lockstep = [
-        config.lockstep,
-        support.rows == "lockstep",
-        *(drafter.needs_lockstep(context) for drafter in drafters),
-        _needs_lockstep(logits_processor, stopping_criteria),
-    ]
+    # every drafter is asked, as it may refuse the call
+    needs_lockstep = [config.lockstep, support.rows == "lockstep", *(d.needs_lockstep(context) for d in drafters)]
+    needs_lockstep.append(_needs_lockstep(logits_processor, stopping_criteria))
     clock, recorder = _recorder(call, config, context.sequences)
-    schedule = make_schedule(config, model, batch_size)
     width = config.tree_width if support.tree and config.acceptance == "match" else 1
-    decoding = SpeculativeDecoding(
+    output = SpeculativeDecoding(
         target=CachedModel(model, model_kwargs, generation_config, support),
-        candidates=SpecStateCandidateGenerator(context, drafters, schedule, width),
+        candidates=SpecStateCandidateGenerator(context, drafters, make_schedule(config, model, batch_size), width),
         sequences=context.sequences,
         logits_processor=logits_processor,
         stopping_criteria=stopping_criteria,
@@ -193,12 +185,21 @@ def decode(
         rejection=config.acceptance == "rejection",
         clock=clock,
         recorder=recorder,
-    )
-    output = decoding.run(input_ids)
-    if history is not None:
-        rows = range(batch_size)
-        history.add([context.draftable(context.sequences.unpadded(row)) for row in rows])
+    ).run(input_ids)
+    if context.draft_history is not None:
+        context.draft_history.add([context.draftable(context.sequences.unpadded(row)) for row in range(batch_size)])
     return output
+
+
+def _support(
+    model: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> ModelSupport:
+    """What the model can do for this call; refuses it if that is nothing."""
+    check_generation(model, generation_config, model_kwargs)
+    check_positions(model, generation_config, input_ids.shape[1])
+    support = probe(model, static=has_fixed_slots(model_kwargs[CACHE_NAME]))
+    check_support(model, support, "model")
+    return support
 
 
 def _history(

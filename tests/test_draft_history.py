@@ -57,7 +57,8 @@ def test_a_forgotten_text_leaves_nothing_behind():
         history.add([60000], tenant="a")
         history.add([1, 2])
         history.forget("a")
-        speculating().generate(prompt(), draft_history=history, **OPTIONS)
+        out = speculating().generate(prompt(), draft_history=history, **OPTIONS)
+        assert out.spec_states[0].num_tokens == 24 and all(tenant == "" for tenant, _ in texts_of(history))
 
 
 def test_replacing_takes_what_the_others_hold():
