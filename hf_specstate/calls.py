@@ -27,7 +27,7 @@ from .drafting.early_exit import early_exit_view
 from .model_support import ModelSupport, probe
 from .recording import Recorder, SpecStreamer
 from .row_cache import has_fixed_slots
-from .scheduling import make_schedule
+from .scheduling import Acceptance, make_schedule
 from .selection import is_stateless
 from .sequences import Sequences
 from .stopping import STATELESS_CRITERIA
@@ -45,7 +45,7 @@ from .verification import CachedModel
 # arguments of `generate()` beside transformers' own, and those of them that a generation config may hold
 ARGUMENTS = ("return_spec_states", "spec_config", "spec_streamer", "draft_history")
 SETTINGS = ("return_spec_states", "spec_config")
-DEFAULTS = {"max_nodes": 8, "schedule": "constant"}
+DEFAULTS = {"max_nodes": 15, "schedule": "goodput"}
 WITHOUT_ASSISTANT = ["history", "previous_drafts", "recycling"]  # drafters
 # field of SpecStateConfig -> generation arguments of transformers with the same meaning
 TRANSFORMERS_ARGUMENTS = {
@@ -165,23 +165,27 @@ def decode(
         tokenizer=tokenizer,
         assistant_tokenizer=None if alike else assistant_tokenizer,
         draft_history=_history(model, call, generation_config, batch_size),
+        acceptance=Acceptance(batch_size),
     )
     drafters = _make_drafters(context)
     # every drafter is asked, as it may refuse the call
     needs_lockstep = [config.lockstep, support.rows == "lockstep", *(d.needs_lockstep(context) for d in drafters)]
     needs_lockstep.append(_needs_lockstep(logits_processor, stopping_criteria))
-    clock, recorder = _recorder(call, config, context.sequences)
+    together = batch_size == 1 or any(needs_lockstep)
+    fixed_slots = has_fixed_slots(model_kwargs[CACHE_NAME])
+    schedule = make_schedule(config, model, batch_size, context.acceptance, together, fixed_slots)
+    clock, recorder = _recorder(call, config, context.sequences, schedule.wants_times)
     width = config.tree_width if support.tree and config.acceptance == "match" else 1
     output = SpeculativeDecoding(
-        target=CachedModel(model, model_kwargs, generation_config, support),
-        candidates=SpecStateCandidateGenerator(context, drafters, make_schedule(config, model, batch_size), width),
+        target=CachedModel(model, model_kwargs, generation_config, support, config.few_rows),
+        candidates=SpecStateCandidateGenerator(context, drafters, schedule, width),
         sequences=context.sequences,
         logits_processor=logits_processor,
         stopping_criteria=stopping_criteria,
         generation_config=generation_config,
         streamer=streamer,
         synced_gpus=synced_gpus,
-        together=batch_size == 1 or any(needs_lockstep),
+        together=together,
         rejection=config.acceptance == "rejection",
         clock=clock,
         recorder=recorder,
@@ -211,11 +215,14 @@ def _history(
     return HistoryOfRows(call.draft_history, batch_size, generation_config.num_return_sequences or 1, vocab_size)
 
 
-def _recorder(call: SpecCall, config: SpecStateConfig, sequences: Sequences) -> tuple[Clock, Recorder | None]:
+def _recorder(
+    call: SpecCall, config: SpecStateConfig, sequences: Sequences, wants_times: bool
+) -> tuple[Clock, Recorder | None]:
     """Both do nothing unless somebody asks."""
-    if not call.return_spec_states and call.spec_streamer is None:
-        return StoppedClock(), None
-    clock = make_clock(sequences.device)
+    records = call.return_spec_states or call.spec_streamer is not None
+    clock = make_clock(sequences.device) if records or wants_times else StoppedClock()
+    if not records:
+        return clock, None
     prompts = [sequences.prompt(row) for row in range(sequences.batch_size)]
     return clock, Recorder(config, prompts, clock, call.return_spec_states, call.spec_streamer)
 

@@ -1,14 +1,16 @@
 """The candidate-generator half of the pair: it asks the drafters, merges what they say, and tells them how it went."""
 
 import logging
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from .drafting import DraftContext, Drafter, DraftOutcome, DraftRequest
-from .drafting.mixture import mix
-from .scheduling import ConstantLength, HeuristicLength
+from .drafting.mixture import likeliest, merge, mix
+from .scheduling import Acceptance, Schedule
 from .token_tree import TokenTree
 
 logger = logging.getLogger(__name__)
@@ -23,7 +25,7 @@ class SpecStateCandidateGenerator(CandidateGenerator):
     Args:
         context ([`DraftContext`]): The generation.
         drafters (`list[Drafter]`): Who proposes; started here.
-        schedule: How many nodes a row may have.
+        schedule ([`Schedule`]): How many nodes a row may have.
         width (`int`, *optional*): Most children of a node; each drafter's own default if absent.
     """
 
@@ -33,13 +35,14 @@ class SpecStateCandidateGenerator(CandidateGenerator):
         self,
         context: DraftContext,
         drafters: Sequence[Drafter],
-        schedule: ConstantLength | HeuristicLength,
+        schedule: Schedule,
         width: int | None = None,
     ):
         self.context = context
         self.schedule = schedule
         self.width = width
         self.drafters: list[Drafter] = list(drafters)
+        self.acceptance = context.acceptance or Acceptance(context.sequences.batch_size)
         self.planned: dict[int, int] = {}  # row -> most nodes that it was allowed in the last round
         self._merges = context.config.acceptance == "match"
         self._previous = DraftOutcome(0, TokenTree(), [], [])  # in the stock loop
@@ -78,29 +81,52 @@ class SpecStateCandidateGenerator(CandidateGenerator):
         for drafter in list(self.drafters):
             # under "rejection" the first drafter that has something to say has the row for itself
             asked = [row for row in limits if self._merges or not proposals[row]]
-            if not asked:
-                break
-            found = self._guarded(drafter, self._ask, drafter, {row: (*limits[row], proposals[row]) for row in asked})
-            for row, tree in zip(asked, found or (), strict=False):
-                proposals[row] += [tree] if len(tree) else []
-        trees = {row: mix(proposals[row], *limit, self.width) for row, limit in limits.items() if proposals[row]}
+            if asked:
+                self._ask(drafter, rows, {row: limits[row] for row in asked}, proposals)
+        trees = {}
+        for row, limit in limits.items():
+            if proposals[row]:
+                self.acceptance.propose(row, merge(proposals[row]))
+                trees[row] = self._judged(row, proposals[row], *limit)
+        trees = self.schedule.choose(rows, trees)
         return [trees.get(row, TokenTree()) for row in range(sequences.batch_size)]
 
-    def _ask(self, drafter: Drafter, rows: dict[int, tuple[int, int, list[TokenTree]]]) -> list[TokenTree]:
+    def _ask(
+        self,
+        drafter: Drafter,
+        rows: Sequence[int],
+        limits: dict[int, tuple[int, int]],
+        proposals: dict[int, list[TokenTree]],
+    ) -> None:
         """
-        A drafter's proposals, made sure that they are trees of this vocabulary within their limits.
+        Adds a drafter's proposals to those of the ones before it, as far as the schedule wants them.
 
         Args:
-            rows (`dict`): Row -> most nodes, greatest depth, and what was proposed before.
+            drafter ([`Drafter`]): Who is asked.
+            rows (`list[int]`): The rows that go on.
+            limits (`dict`): Rows that want a draft -> most nodes, greatest depth.
+            proposals (`dict`): Row -> what was proposed before.
         """
-        tokens, width = self.context.sequences.tokens, self.width or drafter.default_width
-        requests = [
-            DraftRequest(row, tokens[row], max_nodes, max_depth, width or max_nodes)
-            for row, (max_nodes, max_depth, _) in rows.items()
-        ]
-        for request, (max_nodes, max_depth, before) in zip(requests, rows.values(), strict=True):
-            if before:
-                request.known = mix(before, max_nodes, max_depth, self.width)
+        known: dict[int, TokenTree] = {}
+        if drafter.extends or drafter.runs is not None:
+            known = {row: self._judged(row, proposals[row], *limits[row]) for row in limits if proposals[row]}
+        ask = self.schedule.ask(drafter, rows, known)
+        if not ask.max_nodes:
+            return
+        width = self.width or drafter.default_width
+        requests = []
+        for row, (max_nodes, max_depth) in limits.items():
+            nodes, before = min(max_nodes, ask.max_nodes), known.get(row, TokenTree())
+            tokens = self.context.sequences.tokens[row]
+            requests.append(DraftRequest(row, tokens, nodes, max_depth, width or nodes, before, ask.least_gain))
+        began = time.perf_counter()
+        found = self._guarded(drafter, self._proposals, drafter, requests)
+        self.schedule.asked(drafter, time.perf_counter() - began)
+        for request, tree in zip(requests, found or (), strict=False):
+            proposals[request.row] += [tree] if len(tree) else []
+
+    def _proposals(self, drafter: Drafter, requests: list[DraftRequest]) -> list[TokenTree]:
+        """What a drafter proposes, made sure that they are trees of this vocabulary within their limits."""
         proposals = drafter.propose_rows(requests)
         if len(proposals) != len(requests):
             raise ValueError(f"{len(proposals)} proposals for {len(requests)} rows")
@@ -113,8 +139,16 @@ class SpecStateCandidateGenerator(CandidateGenerator):
             for request, proposal in zip(requests, proposals, strict=True)
         ]
 
+    def _judged(self, row: int, proposals: list[TokenTree], max_nodes: int, max_depth: int) -> TokenTree:
+        """The likeliest nodes of the proposals for a row, with the chances that they have by experience."""
+        merged = merge(proposals)
+        chances = self.acceptance.estimate(row, merged)
+        return likeliest(replace(merged, confidences=chances), max_nodes, max_depth, self.width)
+
     def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
         """Tells schedule and drafters what became of a round's drafts."""
+        for outcome in outcomes:
+            self.acceptance.observe(outcome.row, outcome.token_ids)
         self.schedule.observe(outcomes)
         for drafter in list(self.drafters):
             self._guarded(drafter, drafter.observe, outcomes)

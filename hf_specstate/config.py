@@ -6,7 +6,7 @@ from numbers import Integral, Real
 from typing import Any
 
 ACCEPTANCE = ("match", "rejection")
-SCHEDULES = ("constant", "heuristic", "heuristic_transient")
+SCHEDULES = ("goodput", "constant", "heuristic", "heuristic_transient")
 RECORD_LEVELS = ("ids", "topk", "full")
 
 
@@ -25,7 +25,7 @@ class SpecStateConfig:
             "previous_drafts", "recycling"]` otherwise. The proposals
             of several drafters are merged into one tree of the tokens that are most likely accepted; under
             `"rejection"` the first drafter that has something to propose is used.
-        max_nodes (`int`, *optional*, defaults to 8):
+        max_nodes (`int`, *optional*, defaults to 15):
             Most tokens drafted for a row in one round: the length of a chain, the size of a tree. The call arguments
             `num_assistant_tokens` and `prompt_lookup_num_tokens` go before it.
         tree_width (`int`, *optional*):
@@ -36,10 +36,12 @@ class SpecStateConfig:
             `"match"` accepts a drafted token if the target, decoding as usual, chose the same one. `"rejection"` is
             speculative sampling (https://huggingface.co/papers/2211.17192) of chains drawn from an assistant; it
             accepts more at high temperatures, and gives the same distribution but not the same sample for a seed.
-        schedule (`str`, *optional*):
-            How the number of drafted tokens changes between rounds: `"constant"`, or the rules of transformers'
-            `num_assistant_tokens_schedule`: `"heuristic"` (two more after a full match, one fewer otherwise, remembered
-            by the enabled model) and `"heuristic_transient"` (the same, forgotten after the call).
+        schedule (`str`, *optional*, defaults to `"goodput"`):
+            How the number of drafted tokens changes between rounds. `"goodput"` drafts what is expected to give the
+            most tokens per second, by measured acceptance and measured time, at most `max_nodes` and often nothing.
+            The others are transformers' `num_assistant_tokens_schedule`: `"constant"`, `"heuristic"` (two more after a
+            full match, one fewer otherwise, remembered by the enabled model) and `"heuristic_transient"` (the same,
+            forgotten after the call).
         confidence_threshold (`float`, *optional*):
             An assistant stops drafting after a token to which it gave less than this probability
             (`assistant_confidence_threshold`). Unset drafts on regardless.
@@ -56,6 +58,9 @@ class SpecStateConfig:
         record_max_bytes (`int`, *optional*, defaults to 2**30):
             Most bytes of logits and hidden states that `"full"` records in one call, streamed or not. Rounds after that
             are recorded as at `"topk"`, with a warning, and counted in [`SpecStates`].
+        few_rows (`bool`, *optional*, defaults to `True`):
+            On the CPU, multiply the few rows of a forward in the way that a measurement finds fastest; see
+            `hf_specstate/few_rows.py`. Logits change in their last bits.
         strict (`bool`, *optional*, defaults to `False`):
             Raise the errors of drafters instead of dropping the drafter with a warning.
     """
@@ -74,6 +79,7 @@ class SpecStateConfig:
     record: str = field(default="ids", metadata={"choices": RECORD_LEVELS})
     record_top_k: int = field(default=8, metadata={"least": 1})
     record_max_bytes: int = field(default=2**30, metadata={"least": 0})
+    few_rows: bool = True
     strict: bool = False
 
     def __post_init__(self):

@@ -7,6 +7,7 @@ tree, its scores are already there; when it is not, the next round begins. Whate
 that plain decoding gives.
 """
 
+import time
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from .drafting import DraftOutcome
 from .logits_processor import SpecStateLogitsProcessor
 from .outputs import OutputCollector
 from .recording import Recorder
+from .row_cache import STATIC_WIDTHS, forward_width
+from .scheduling import RoundTimes
 from .selection import Selection
 from .sequences import Sequences
 from .states import SpecRound
@@ -28,8 +31,6 @@ from .stopping import StopCheck
 from .streaming import StreamRelay
 from .token_tree import TokenTree, TreeBatch
 from .verification import CachedModel
-
-STATIC_WIDTHS = (1, 2, 4, 8, 16)  # static caches are made for compiled forwards, which compile once for each width
 
 
 class SpeculativeDecoding:
@@ -94,6 +95,7 @@ class SpeculativeDecoding:
         """
         model = self.target.model
         self.began = self.drafted = self.clock.mark()
+        self.host_began = time.perf_counter()
         outputs = self.target.prefill(input_ids)
         try:
             self.first_round(outputs)
@@ -126,6 +128,10 @@ class SpeculativeDecoding:
         trees = self.draft()
         batch = self.plan(trees)
         self.drafted = self.clock.mark()
+        began = time.perf_counter()
+        self.target.prepare(batch)
+        self.host_began += time.perf_counter() - began  # not what a round takes
+        self.launched = self.clock.mark()
         outputs = self.target.forward(batch)
         self.verified = self.clock.mark()
         try:
@@ -152,7 +158,7 @@ class SpeculativeDecoding:
         width = 1 + max(len(tree) for tree in trees)
         room = self.target.rows.room
         if room is not None:
-            width = next((rounded for rounded in STATIC_WIDTHS if rounded >= width), width)
+            width = forward_width(width, fixed_slots=True)
             width = max(rounded for rounded in (1, *STATIC_WIDTHS, width) if rounded <= max(room, 1))
             trees[:] = [tree.cut(width - 1, width) for tree in trees]
         roots = [None if self.is_idle(row) else tokens[-1] for row, tokens in enumerate(self.sequences.tokens)]
@@ -262,11 +268,10 @@ class SpeculativeDecoding:
     def record(self, outputs: ModelOutput, trees: list[TokenTree]) -> list[DraftOutcome]:
         """What became of the trees; recorded, if anybody asked for it."""
         outcomes = [self.outcome(row, tree) for row, tree in enumerate(trees) if self.selected[row]]
-        ended = self.clock.mark()
+        self.ended = self.clock.mark()
         if self.recorder is not None and outcomes:
             rounds = {outcome.row: self.spec_round(outcome) for outcome in outcomes}
-            self.recorder.add(rounds, (self.began, self.drafted, self.verified, ended), self.selection, outputs)
-        self.began = self.clock.mark()
+            self.recorder.add(rounds, (self.began, self.drafted, self.verified, self.ended), self.selection, outputs)
         self.num_rounds += 1
         return outcomes
 
@@ -294,11 +299,33 @@ class SpeculativeDecoding:
             accepted=outcome.accepted,
             added_token_id=outcome.token_ids[-1] if has_added else None,
             num_planned=self.candidates.planned.get(row, 0),
+            **self.why(row),
             stop_reason=None if self.had_finished[row] else self.stop_reasons[row],
         )
 
+    def why(self, row: int) -> dict[str, Any]:
+        """What the schedule thought of this round."""
+        choice = self.candidates.schedule.choice
+        if choice is None or row not in choice.expected_tokens:
+            return {}
+        return {
+            "decision": choice.why,
+            "expected_tokens": choice.expected_tokens[row],
+            "expected_seconds": choice.expected_seconds or None,
+            "considered_tokens": choice.considered_tokens,
+            "considered_cost": choice.considered_cost,
+        }
+
     def learn(self, outcomes: list[DraftOutcome]) -> None:
         """Tells drafters and schedule how it went."""
+        if self.candidates.schedule.wants_times and self.num_rounds > 1:  # the prefill is none of its business
+            # the tokens that the target chose have been read, so the clock need not wait for its forward
+            forward = self.clock.seconds(self.launched, self.verified)
+            other = time.perf_counter() - self.host_began - forward
+            width = self.selection.logits.shape[1]
+            self.candidates.schedule.observe_times(RoundTimes(width, forward, max(other, 0.0)))
+        self.host_began = time.perf_counter()
+        self.began = self.clock.mark()
         self.candidates.observe(outcomes)
         for outcome in outcomes:
             outcome.logits = None

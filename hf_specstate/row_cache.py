@@ -28,6 +28,7 @@ from .compat import self_attention_cache
 from .host import to_host
 
 WASTE_BEFORE_COMPACTION = 0.25  # fraction of slots; a compaction copies the whole cache once, like any forward does
+STATIC_WIDTHS = (1, 2, 4, 8, 16)  # static caches are made for compiled forwards, which compile once for each width
 GATHERABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 
 
@@ -195,6 +196,13 @@ class RowCache:
                 _set_static_length(layer, self.slots + self.pending - slots)
             else:
                 layer.crop(-slots)
+
+
+def forward_width(width: int, fixed_slots: bool) -> int:
+    """Slots of each row in a forward over `width` tokens: on static caches one of `STATIC_WIDTHS` where it may be."""
+    if not fixed_slots:
+        return width
+    return next((rounded for rounded in STATIC_WIDTHS if rounded >= width), width)
 
 
 def has_fixed_slots(cache: Cache) -> bool:

@@ -13,10 +13,11 @@ from .checked_file import pack, unpack, write
 from .states import SpecRound, SpecSequence, SpecStates
 
 FORMAT = "hf_specstate.spec_states"
-VERSION = 1
+VERSION = 2
 # one number a round
 INTEGERS = ("index", "start", "added_token_id", "num_planned", "num_rows", "width")
-FLOATS = ("expected_tokens", "draft_seconds", "verify_seconds", "other_seconds")
+OPTIONAL_FLOATS = ("expected_tokens", "expected_seconds", "considered_tokens", "considered_cost")
+FLOATS = (*OPTIONAL_FLOATS, "draft_seconds", "verify_seconds", "other_seconds")
 # several numbers a round
 INTEGER_LISTS = ("token_ids", "parents", "accepted", "target_token_ids")
 FLOAT_LISTS = ("draft_logprobs", "target_logprobs")
@@ -41,9 +42,11 @@ def to_bytes(states: SpecStates) -> bytes:
     sources = sorted({source for spec_round in rounds for source in spec_round.sources})
     place = {source: index for index, source in enumerate(sources)}
     reasons = sorted({spec_round.stop_reason for spec_round in rounds if spec_round.stop_reason is not None})
+    decisions = sorted({spec_round.decision for spec_round in rounds if spec_round.decision is not None})
     tensors = {
         "rounds": _integers(len(sequence) for sequence in states),
         "stop_reason": _integers(NONE if r.stop_reason is None else reasons.index(r.stop_reason) for r in rounds),
+        "decision": _integers(NONE if r.decision is None else decisions.index(r.decision) for r in rounds),
     }
     tensors |= _ragged("prompt_token_ids", [sequence.prompt_token_ids for sequence in states], torch.long)
     tensors |= _ragged("sources", [[place[source] for source in r.sources] for r in rounds], torch.long)
@@ -61,6 +64,7 @@ def to_bytes(states: SpecStates) -> bytes:
     header = {
         "sources": sources,
         "stop_reasons": reasons,
+        "decisions": decisions,
         "num_left_out": states.num_left_out,
         "token_texts": None if states.token_texts is None else list(states.token_texts.items()),
         "text_pieces": [sequence.text_pieces for sequence in states],
@@ -87,9 +91,11 @@ def from_bytes(data: bytes, name: str = "these bytes") -> SpecStates:
 def _build(header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> SpecStates:
     columns: dict[str, list] = {name: tensors[name].tolist() for name in (*INTEGERS, *FLOATS)}
     columns["added_token_id"] = [None if value == NONE else value for value in columns["added_token_id"]]
-    columns["expected_tokens"] = [None if math.isnan(value) else value for value in columns["expected_tokens"]]
-    reasons, sources = header["stop_reasons"], header["sources"]
-    columns["stop_reason"] = [None if place == NONE else reasons[place] for place in tensors["stop_reason"].tolist()]
+    for name in OPTIONAL_FLOATS:
+        columns[name] = [None if math.isnan(value) else value for value in columns[name]]
+    for name, known in (("stop_reason", header["stop_reasons"]), ("decision", header["decisions"])):
+        columns[name] = [None if place == NONE else known[place] for place in tensors[name].tolist()]
+    sources = header["sources"]
     columns["sources"] = [[sources[place] for place in places] for places in _lists("sources", tensors)]
     for name in (*INTEGER_LISTS, *FLOAT_LISTS):
         columns[name] = _lists(name, tensors)

@@ -44,7 +44,14 @@ class SpecRound:
         added_token_id (`int`, *optional*):
             The token that the target committed after them. None if it stopped at a drafted one.
         num_planned (`int`): Most nodes that the schedule allowed.
+        decision (`str`, *optional*):
+            Why the draft was as large as it was, if the schedule is `"goodput"`: `"best"`, `"off"`, `"explore"` (to
+            find out what such a forward costs) or `"fixed"` (decided before drafting). See [`~SpecRound.explain`].
         expected_tokens (`float`, *optional*): How many tokens the schedule expected to commit, if it estimates that.
+        expected_seconds (`float`, *optional*): What it expected of `verify_seconds`, once it had seen a round.
+        considered_tokens, considered_cost (`float`, *optional*):
+            Of the best draft that there was to choose, whether it was taken or not: the tokens that it was expected to
+            commit, and its round's time as a multiple of one without a draft.
         stop_reason (`str`, *optional*):
             Why the row ended with this round: `"eos"`, `"stop_string"`, `"criterion"` for any other stopping criterion
             (`max_time` included), or `"length"`; the first of them if several did. None if it went on. (Without an
@@ -75,7 +82,11 @@ class SpecRound:
     accepted: list[int] = field(default_factory=list)
     added_token_id: int | None = None
     num_planned: int = 0
+    decision: str | None = None
     expected_tokens: float | None = None
+    expected_seconds: float | None = None
+    considered_tokens: float | None = None
+    considered_cost: float | None = None
     stop_reason: str | None = None
     target_token_ids: list[int] = field(default_factory=list)
     target_logprobs: list[float] = field(default_factory=list)
@@ -103,6 +114,20 @@ class SpecRound:
     def depths(self) -> list[int]:
         """Distance of each node from the last token committed before, 1 for the token right after it."""
         return depths_of(self.parents)
+
+    def explain(self) -> str:
+        """In one line, why the schedule drafted as much as it did, and what came of it."""
+        size, given = len(self.token_ids), len(self.committed_token_ids)
+        result = f"{given} token{'s' if given != 1 else ''} came of it"
+        if self.decision is None:
+            return f"{size} of at most {self.num_planned} nodes: {result}"
+        offer = f"{self.considered_tokens:.2f} expected tokens at {self.considered_cost:.2f}x cost"
+        if self.decision == "off":
+            return f"off: {offer}" if self.considered_cost != 1 else "off: nothing was drafted"
+        why = {"best": "best", "explore": "to measure such a forward", "fixed": "fixed before drafting"}[self.decision]
+        seconds = "" if self.expected_seconds is None else f", in {1e3 * self.expected_seconds:.0f} ms"
+        took = f" in {1e3 * self.verify_seconds:.0f} ms" if self.verify_seconds else ""
+        return f"{size} nodes, {why}: {self.expected_tokens:.2f} expected tokens{seconds} ({offer}); {result}{took}"
 
     @property
     def seconds(self) -> float:

@@ -10,6 +10,7 @@ from transformers.pytorch_utils import move_to_device
 from transformers.utils import ModelOutput
 
 from .compat import CACHE_NAME
+from .few_rows import FewRowsView, few_rows_view
 from .row_cache import CacheMarks, RowCache
 from .token_tree import TreeBatch
 
@@ -30,6 +31,7 @@ class CachedModel:
         model_kwargs (`dict`): The model inputs as `generate()` prepared them, a cache included.
         generation_config (`GenerationConfig`): For `prefill_chunk_size` and the compilation options.
         support (`ModelSupport`): What the model can do, see [`probe`].
+        few_rows (`bool`, *optional*, defaults to `False`): Use faster products for few rows, see [`FewRowsView`].
     """
 
     def __init__(
@@ -38,11 +40,14 @@ class CachedModel:
         model_kwargs: dict[str, Any],
         generation_config: GenerationConfig,
         support: "ModelSupport",
+        few_rows: bool = False,
     ):
         self.model = model
         self.kwargs = model_kwargs
         self.generation_config = generation_config
         self.support = support
+        self._few_rows = few_rows
+        self._view: FewRowsView | None = None
         is_encoder_decoder = model.config.is_encoder_decoder
         self._ids_name = "decoder_input_ids" if is_encoder_decoder else "input_ids"
         self._mask_name = "decoder_attention_mask" if is_encoder_decoder else "attention_mask"
@@ -77,7 +82,15 @@ class CachedModel:
         self._prefilled = slots
         if model._valid_auto_compile_criteria({**self.kwargs, CACHE_NAME: cache}, self.generation_config):
             self._call = model.get_compiled_call(self.generation_config.compile_config)
+        elif self._few_rows:
+            self._view = few_rows_view(model)
+            self._call = self._view or self._call
         return outputs
+
+    def prepare(self, batch: TreeBatch) -> None:
+        """What need be done once before forwards like that over `batch`."""
+        if self._view is not None:
+            self._view.prepare(len(batch.token_ids) * batch.width)
 
     def missing_tokens(self, row: int, num_new: int) -> int:
         """How many of the row's `num_new` tokens after the prompt the cache lacks."""

@@ -1,7 +1,7 @@
 """Drafters, by name. A new one is one file and one line here."""
 
 from .assistant import AssistantDrafter
-from .base import DraftContext, Drafter, DraftOutcome, DraftRequest
+from .base import DraftContext, Drafter, DraftOutcome, DraftRequest, ModelRuns
 from .history import HistoryDrafter
 from .previous_drafts import PreviousDraftsDrafter
 from .prompt_lookup import PromptLookupDrafter
@@ -28,6 +28,7 @@ __all__ = [
     "DraftRequest",
     "Drafter",
     "HistoryDrafter",
+    "ModelRuns",
     "PreviousDraftsDrafter",
     "PromptLookupDrafter",
     "RecyclingDrafter",

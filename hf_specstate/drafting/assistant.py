@@ -4,6 +4,7 @@ import hashlib
 import inspect
 import math
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -18,7 +19,7 @@ from ..model_support import probe
 from ..token_tree import IDLE_DEPTH, TokenTree, TreeBatch
 from ..validation import check_encoder_inputs, check_support
 from ..verification import CachedModel
-from .base import DraftContext, Drafter, DraftOutcome, DraftRequest
+from .base import DraftContext, Drafter, DraftOutcome, DraftRequest, ModelRuns
 from .expectations import Expectation, Expectations
 from .prior import acceptance
 
@@ -43,6 +44,8 @@ class AssistantDrafter(Drafter):
 
     name: ClassVar[str] = "assistant"
     default_width: ClassVar[int | None] = 1  # each alternative has to be run through the assistant
+    extends: ClassVar[bool] = True
+    stops: ClassVar[bool] = True
     conditioning: float = 0.05
     expect_from: tuple[str, ...] = ("answer_tail", "history")
 
@@ -61,6 +64,7 @@ class AssistantDrafter(Drafter):
         self._support = probe(self._assistant)
         self._sequences = context.sequences
         self._is_prefilled = False
+        self.runs = ModelRuns()
         self._cached: CachedModel
         self._conditioner = SpecStateLogitsProcessor(captures=False)
         self._processors = LogitsProcessorList([*context.logits_processor, self._conditioner])
@@ -86,17 +90,36 @@ class AssistantDrafter(Drafter):
             for request in requests
             if min(request.max_nodes, request.max_depth, room) > 0
         }
+        began = time.perf_counter()
+        was_prefilled = self._is_prefilled
         if growing:
             logits = self._catch_up()
+        self.runs = ModelRuns(time.perf_counter() - began if was_prefilled else 0.0)
         self._trees = [TokenTree() for _ in range(self._sequences.batch_size)]
         if any(growth.known for growth in growing.values()):
             logits = self._follow(growing, logits)
         while growing:
-            self._add_children(growing, logits)
+            began = time.perf_counter()
+            self._add_children(growing, logits)  # reads from the device: the step is done
             growing = {row: growth for row, growth in growing.items() if growth.choose(self._trees[row])}
-            if growing:
+            if growing and self._is_worthwhile(growing, requests[0].least_gain):
                 logits = self._run(growing)
+                self.runs.num_steps += 1
+            else:
+                growing = {}
+            self.runs.step_seconds += time.perf_counter() - began
         return [self._trees[request.row] for request in requests]
+
+    def _is_worthwhile(self, growing: dict[int, "_Growth"], least_gain: float) -> bool:
+        """Whether one more step promises at least so many accepted tokens in all rows."""
+        acceptance = self._context.acceptance
+        if acceptance is None or not least_gain:
+            return True
+        gain = 0.0
+        for row, growth in growing.items():
+            chances, path = acceptance.estimate(row, self._trees[row]), self._trees[row].path_to(growth.node)
+            gain += math.prod(chances[node] for node in path) * acceptance.vector(self.name, 1 + len(path))
+        return gain >= least_gain
 
     def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
         self._expectations.observe(outcomes)
@@ -134,7 +157,8 @@ class AssistantDrafter(Drafter):
         }
         kwargs[CACHE_NAME] = _new_cache(assistant)
         config = GenerationConfig(prefill_chunk_size=context.generation_config.prefill_chunk_size, disable_compile=True)
-        self._cached = CachedModel(assistant, kwargs, config, self._support)
+        few_rows = context.config.few_rows
+        self._cached = CachedModel(assistant, kwargs, config, self._support, few_rows)
         if input_ids.shape[1] == 0:  # the target was prompted with embeddings: start from the first new token
             input_ids = torch.tensor([tokens[:1] for tokens in self._sequences.tokens], device=input_ids.device)
         outputs = self._cached.prefill(input_ids.clamp(max=self._vocab_size - 1))

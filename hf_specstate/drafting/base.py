@@ -13,6 +13,7 @@ from ..token_tree import TokenTree
 if TYPE_CHECKING:
     from ..config import SpecStateConfig
     from ..draft_history import HistoryOfRows
+    from ..scheduling.acceptance import Acceptance
     from ..sequences import Sequences
 
 
@@ -34,6 +35,7 @@ class DraftContext:
         tokenizer, assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*):
             As passed to `generate()`; the second only if it differs from the first.
         draft_history ([`HistoryOfRows`], *optional*): What earlier calls left for the rows.
+        acceptance ([`Acceptance`], *optional*): How drafts have fared in this call.
     """
 
     model: PreTrainedModel
@@ -48,6 +50,7 @@ class DraftContext:
     tokenizer: PreTrainedTokenizerBase | None = None
     assistant_tokenizer: PreTrainedTokenizerBase | None = None
     draft_history: "HistoryOfRows | None" = None
+    acceptance: "Acceptance | None" = None
 
     @property
     def vocab_size(self) -> int:
@@ -73,7 +76,8 @@ class DraftRequest:
     """
     What is wanted for one row: at most `max_nodes` nodes, no deeper than `max_depth`, at most `width` children of a
     node (1: a chain). `token_ids` are the row's tokens so far, prompt first, without padding; read them only. `known`
-    is what drafters before this one have proposed for the row; a drafter may extend it.
+    is what drafters before this one have proposed for the row, if the drafter `extends` it. One more step of a model, for
+    all rows that it runs for, must be expected to give at least `least_gain` tokens.
     """
 
     row: int
@@ -82,6 +86,7 @@ class DraftRequest:
     max_depth: int
     width: int
     known: TokenTree = field(default_factory=TokenTree)
+    least_gain: float = 0.0
 
 
 @dataclass
@@ -112,6 +117,21 @@ class DraftOutcome:
     logits: torch.Tensor | None = None
 
 
+@dataclass
+class ModelRuns:
+    """
+    What running a model has cost a drafter in its last proposals.
+
+    Args:
+        begin_seconds (`float`): Of catching up with the text; a first prefill is not counted.
+        step_seconds (`float`), num_steps (`int`): Of all steps together, and how many they were.
+    """
+
+    begin_seconds: float = 0.0
+    step_seconds: float = 0.0
+    num_steps: int = 0
+
+
 class Drafter:
     """
     Base class of drafters. A drafter is a small dataclass with one method, [`~Drafter.propose`]; registering it in
@@ -124,6 +144,9 @@ class Drafter:
     wants_answers = False  # fill `DraftOutcome.answers`, at the price of a host read when sampling
     wants_logits = False  # fill `DraftOutcome.logits`
     default_width: ClassVar[int | None] = None  # alternatives for a position unless the user says; None: no limit
+    extends: ClassVar[bool] = False  # fill `DraftRequest.known`
+    runs: ModelRuns | None = None  # kept up to date by drafters that run a model: they are worth scheduling
+    stops: ClassVar[bool] = False  # heeds `DraftRequest.least_gain`
 
     def needs_lockstep(self, context: DraftContext) -> bool:
         """Whether rows must advance together for this drafter; asked before [`~Drafter.start`], may refuse the call."""

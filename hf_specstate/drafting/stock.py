@@ -1,6 +1,7 @@
 """Transformers' own candidate generators as drafters."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,7 +14,7 @@ from transformers.generation.candidate_generator import (
 )
 
 from ..token_tree import TokenTree
-from .base import DraftContext, Drafter, DraftRequest
+from .base import DraftContext, Drafter, DraftRequest, ModelRuns
 
 
 @dataclass
@@ -34,6 +35,17 @@ class StockDrafter(Drafter):
     def start(self, context: DraftContext) -> None:
         self._context = context
         self._generators: dict[int, CandidateGenerator] = {}
+        self.runs = None if context.assistant_model is None else ModelRuns()
+
+    def propose_rows(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
+        is_first = any(request.row not in self._generators for request in requests)
+        began = time.perf_counter()
+        trees = [self.propose(request) for request in requests]
+        if self.runs is not None and not is_first:  # the first time goes into prefills
+            longest = max(map(len, trees), default=0)
+            seconds = time.perf_counter() - began
+            self.runs = ModelRuns(seconds / max(longest, 1), seconds, longest)
+        return trees
 
     def propose(self, request: DraftRequest) -> TokenTree:
         device = self._context.input_ids.device

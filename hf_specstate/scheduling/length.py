@@ -7,12 +7,13 @@ from transformers import PreTrainedModel
 
 from ..config import SpecStateConfig
 from ..drafting.base import DraftOutcome
+from .schedule import Schedule
 
 # what the `heuristic` schedule has learned about an enabled model; it goes when the model goes
 _remembered: "WeakKeyDictionary[PreTrainedModel, tuple[int, int]]" = WeakKeyDictionary()  # started with, ended with
 
 
-class ConstantLength:
+class ConstantLength(Schedule):
     """`"constant"`: the same number of tokens in every round."""
 
     def __init__(self, num_tokens: int):
@@ -21,14 +22,8 @@ class ConstantLength:
     def max_nodes(self, row: int) -> int:
         return self._num_tokens
 
-    def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
-        """Nothing to learn."""
 
-    def close(self, model: PreTrainedModel) -> None:
-        """Nothing to remember."""
-
-
-class HeuristicLength:
+class HeuristicLength(Schedule):
     """
     `"heuristic"` and `"heuristic_transient"`: two tokens more after a draft that was accepted as a whole, one fewer (at
     least one) after another. A round without a draft says nothing about drafts and changes nothing.
@@ -56,15 +51,13 @@ class HeuristicLength:
             _remembered[model] = (self._start, round(sum(self._num_tokens) / len(self._num_tokens)))
 
 
-def make_schedule(config: SpecStateConfig, model: PreTrainedModel, batch_size: int) -> ConstantLength | HeuristicLength:
+def heuristic_length(config: SpecStateConfig, model: PreTrainedModel, batch_size: int) -> HeuristicLength:
     """
-    The schedule that `config` names, starting with its `max_nodes` for each of `batch_size` rows. `"heuristic"` goes on
-    from what it learned about `model`, unless it is told to start with another number than it did then.
+    Starts with `max_nodes` for each of `batch_size` rows. `"heuristic"` goes on from what it learned about `model`,
+    unless it is told to start with another number than it did then.
     """
     num_tokens = config.max_nodes
     assert num_tokens is not None  # a call's configuration is complete
-    if config.schedule == "constant":
-        return ConstantLength(num_tokens)
     start, learned = _remembered.get(model, (num_tokens, num_tokens))
     remembers = config.schedule == "heuristic"
     goes_on = remembers and start == num_tokens

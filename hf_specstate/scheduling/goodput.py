@@ -1,0 +1,272 @@
+"""Our schedule: length, shape, source and "off" by expected tokens per second."""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from ..drafting.base import Drafter
+from ..drafting.mixture import likeliest
+from ..drafting.prior import values
+from ..row_cache import forward_width
+from ..token_tree import TokenTree
+from .acceptance import Acceptance
+from .cost import STALE, RoundCost, remember_cost
+from .schedule import Ask, Choice, RoundTimes, Schedule
+
+EXPLORED_WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+# Exploring may cost so much: two forwards' time the first time, and a share of the time that went by
+EXPLORING_FORWARDS, EXPLORING_SHARE = 2.0, 0.02
+PROPOSING_SHARE = 0.03  # most of a forward's time for proposals that are only scored
+FIRST_DRAFT, PROBE_DRAFT = 4, 3  # tokens from a model of which nothing is known, and from one that was off
+FIRST_WAIT, LONGEST_WAIT = 16, 1024  # rounds between two probes of a drafting model; each one in vain doubles them
+STEP_RATE = 0.3
+
+
+@dataclass
+class ModelPrice:
+    """
+    What a drafting model costs, and whether it is in use.
+
+    Args:
+        begin_seconds, step_seconds (`float`, *optional*): Of catching up with the text, and of one step.
+        wait (`int`): Rounds to let go by before it is probed.
+        idle_rounds (`int`): Rounds since it was last asked.
+    """
+
+    begin_seconds: float = 0.0
+    step_seconds: float | None = None
+    wait: int = FIRST_WAIT
+    idle_rounds: int = 0
+
+    def of(self, length: int) -> float:
+        """Seconds for so many tokens, the first of which comes with the catching up."""
+        return self.begin_seconds + (length - 1) * (self.step_seconds or 0.0)
+
+
+@dataclass
+class Best:
+    """The best width among some, what it is expected to give in all rows, and in how many seconds of a round."""
+
+    num_nodes: int = 0
+    tokens: float = 0.0
+    seconds: float = 0.0
+    rate: float = 0.0  # tokens per second
+
+
+class GoodputSchedule(Schedule):
+    """
+    `"goodput"` (after https://huggingface.co/papers/2406.14066, with the acceptance of every node in the place of one
+    rate): every round takes the number of nodes N, one for all rows, which maximises the tokens that are expected,
+    summed over the rows, per second that the round takes: `sum_b E_b(N) / (T(N + 1) + overhead)`, where
+    `E_b(N) = 1 + sum of the chances of the row's N best nodes`. N = 0 is off: an ordinary forward. Chances come from
+    [`Acceptance`], seconds from [`RoundCost`]; load enters through the measured cost alone.
+
+    A model that drafts is asked while the tokens that it is expected to add are worth its time, and stops at the step
+    that is not. While it is off it is probed, ever more rarely. Drafters without a model go on proposing, which costs
+    next to nothing, to be scored; where it does cost something, only in some of the rounds.
+
+    Args:
+        max_nodes (`int`): Most nodes of a row.
+        batch_size (`int`): Rows.
+        together (`bool`): Rows advance by the same number of tokens: what counts is what all have in common.
+        fixed_slots (`bool`): The cache is static, and widths are rounded.
+        cuts (`bool`): Trees may be cut after they were drafted (not under `"rejection"`: the length of a drawn chain
+            must not depend on what was drawn).
+        acceptance ([`Acceptance`]), cost ([`RoundCost`]): What is known; learned on.
+    """
+
+    wants_times = True
+
+    def __init__(
+        self,
+        max_nodes: int,
+        batch_size: int,
+        together: bool,
+        fixed_slots: bool,
+        cuts: bool,
+        acceptance: Acceptance,
+        cost: RoundCost,
+    ):
+        self.cost = cost
+        self._acceptance = acceptance
+        self._max_nodes = max_nodes
+        self._batch_size = batch_size
+        self._together = together and batch_size > 1
+        self._fixed_slots = fixed_slots
+        self._cuts = cuts
+        self._prices: dict[str, ModelPrice] = {}
+        self._elapsed = self._explored = self._allowance = 0.0
+        self._round_proposing = self._round_drafting = 0.0  # seconds of drafters without and with a model
+        self._proposing_seconds = 0.0  # of drafters without a model, smoothed
+        self._quiet_rounds = 0  # since they were last asked
+        self.choice: Choice | None = None
+
+    # ------------------------------------------------------------------ before drafting
+
+    def max_nodes(self, row: int) -> int:
+        return self._max_nodes
+
+    def ask(self, drafter: Drafter, rows: Sequence[int], known: Mapping[int, TokenTree]) -> Ask:
+        if drafter.runs is None:
+            return Ask(self._max_nodes if self._may_propose() else 0)
+        price = self._prices.setdefault(drafter.name, ModelPrice())
+        if price.step_seconds is None:
+            return Ask(min(FIRST_DRAFT, self._max_nodes))
+        without = self._best(rows, known)
+        draft = self._best_draft(drafter.name, len(rows), price)
+        if draft.rate > without.rate:
+            price.wait, price.idle_rounds = FIRST_WAIT, 0
+            if self._cuts and drafter.stops:
+                return Ask(self._max_nodes, least_gain=draft.rate * price.step_seconds)
+            return Ask(draft.num_nodes)
+        price.idle_rounds += 1
+        if price.idle_rounds < price.wait or self._best_draft(None, len(rows), price).rate <= without.rate:
+            return Ask(0)  # too early, or even a draft that is right throughout would not pay
+        price.wait, price.idle_rounds = min(2 * price.wait, LONGEST_WAIT), 0
+        return Ask(min(PROBE_DRAFT, self._max_nodes))
+
+    def _may_propose(self) -> bool:
+        """Whether drafters without a model are worth asking: always, unless they were of no use and cost too much."""
+        self._quiet_rounds += 1
+        was_off = self.choice is not None and self.choice.num_nodes == 0
+        plain = self._round_seconds(0)
+        if was_off and plain and self._proposing_seconds > PROPOSING_SHARE * plain * self._quiet_rounds:
+            return False
+        self._quiet_rounds = 0
+        return True
+
+    def _best_draft(self, name: str | None, num_rows: int, price: ModelPrice) -> Best:
+        """The best length of a model's draft, by its acceptance vector; without a name, of a draft that is right."""
+        best, chance, tokens = Best(), 1.0, 1.0
+        for length in range(1, self._max_nodes + 1):
+            chance *= 1.0 if name is None else self._acceptance.vector(name, length)
+            tokens += chance**num_rows if self._together else chance
+            seconds = self._round_seconds(length) + price.of(length)
+            rate = num_rows * tokens / seconds if seconds else 0.0
+            if rate > best.rate:
+                best = Best(length, num_rows * tokens, seconds, rate)
+        return best
+
+    # ------------------------------------------------------------------ after drafting
+
+    def choose(self, rows: Sequence[int], trees: Mapping[int, TokenTree]) -> dict[int, TokenTree]:
+        best = self._best(rows, trees)
+        drafting = self._best(rows, trees, least=1)  # what there is beside "off"
+        num_nodes, why = best.num_nodes, "best" if best.num_nodes else "off"
+        if not self._cuts:
+            num_nodes, why = max(map(len, trees.values()), default=0), "fixed"
+        elif (explored := self._explore(rows, trees, best)) is not None:
+            num_nodes, why = explored, "explore"
+        chosen = {row: likeliest(tree, num_nodes) for row, tree in trees.items()}
+        used = max(map(len, chosen.values()), default=0)
+        plain = self._round_seconds(0)
+        self.choice = Choice(
+            num_nodes=used,
+            why=why,
+            expected_tokens=self._expected_tokens(rows, chosen),
+            expected_seconds=self._round_seconds(used) - self.cost.overhead,
+            considered_tokens=drafting.tokens / len(rows) if drafting.num_nodes else 1.0,
+            considered_cost=drafting.seconds / plain if plain and drafting.num_nodes else 1.0,
+        )
+        return chosen
+
+    def _best(self, rows: Sequence[int], trees: Mapping[int, TokenTree], least: int = 0) -> Best:
+        """The best number of nodes, at least `least`."""
+        best, tokens = Best(), float(len(rows))
+        for num_nodes, gain in enumerate([0.0, *self._gains(rows, trees)]):
+            tokens += gain
+            seconds = self._round_seconds(num_nodes)
+            rate = tokens / seconds if seconds else tokens
+            if num_nodes >= least and rate > best.rate:
+                best = Best(num_nodes, tokens, seconds, rate)
+        return best
+
+    def _gains(self, rows: Sequence[int], trees: Mapping[int, TokenTree]) -> list[float]:
+        """The tokens that every further node of each row is expected to give, in all rows."""
+        ranked = {row: ranked_nodes(tree) for row, tree in trees.items()}
+        gains = [0.0] * max(map(len, ranked.values()), default=0)
+        if not self._together:
+            for nodes in ranked.values():
+                for place, (chance, _) in enumerate(nodes):
+                    gains[place] += chance
+            return gains
+        if len(ranked) < len(rows):
+            return gains  # a row without a draft holds back the others
+        # row -> depth -> chance to get so deep; what is taken at a depth must be taken in all rows
+        reached: list[dict[int, float]] = [{} for _ in ranked]
+        before: dict[int, float] = {}
+        for place in range(len(gains)):
+            depths = set()
+            for nodes, chances in zip(ranked.values(), reached, strict=True):
+                if place < len(nodes):
+                    chance, depth = nodes[place]
+                    chances[depth] = chances.get(depth, 0.0) + chance
+                    depths.add(depth)
+            common = {depth: math.prod(chances.get(depth, 0.0) for chances in reached) for depth in depths}
+            gains[place] = len(rows) * (sum(common.values()) - sum(before.get(depth, 0.0) for depth in depths))
+            before |= common
+        return gains
+
+    def _round_seconds(self, num_nodes: int) -> float:
+        """Of a round with so many nodes a row, without the time of drafting models."""
+        width = forward_width(1 + num_nodes, self._fixed_slots)
+        return self.cost.curve(1 + 2 * self._max_nodes)[width] + self.cost.overhead
+
+    def _expected_tokens(self, rows: Sequence[int], chosen: Mapping[int, TokenTree]) -> dict[int, float]:
+        if self._together:
+            return dict.fromkeys(rows, 1 + sum(self._gains(rows, chosen)) / len(rows))
+        return {row: 1 + sum(values(chosen[row])) if row in chosen else 1.0 for row in rows}
+
+    def _explore(self, rows: Sequence[int], trees: Mapping[int, TokenTree], best: Best) -> int | None:
+        """A number of nodes whose cost has not been seen for long, if finding out is cheap enough."""
+        tokens = list(itertools.accumulate([float(len(rows)), *self._gains(rows, trees)]))
+        losses: dict[int, float] = {}
+        for width in EXPLORED_WIDTHS:
+            num_nodes = width - 1
+            if num_nodes < len(tokens) and num_nodes != best.num_nodes and self.cost.age(width) > STALE:
+                losses[num_nodes] = self._round_seconds(num_nodes) - tokens[num_nodes] / best.rate
+        if not losses:
+            return None
+        num_nodes = min(losses, key=lambda nodes: losses[nodes])
+        if self._explored + losses[num_nodes] > self._allowance + EXPLORING_SHARE * self._elapsed:
+            return None
+        self._explored += max(losses[num_nodes], 0.0)
+        return num_nodes
+
+    # ------------------------------------------------------------------ learning
+
+    def asked(self, drafter: Drafter, seconds: float) -> None:
+        if drafter.runs is None:
+            self._round_proposing += seconds
+            return
+        price, runs = self._prices[drafter.name], drafter.runs
+        self._round_drafting += seconds
+        if runs.num_steps:
+            step = runs.step_seconds / runs.num_steps
+            price.step_seconds = _towards(price.step_seconds, step)
+            price.begin_seconds = _towards(price.begin_seconds, runs.begin_seconds)
+
+    def observe_times(self, times: RoundTimes) -> None:
+        if not self.cost.measured:
+            self._allowance = EXPLORING_FORWARDS * times.forward_seconds
+        self.cost.observe(times.width, times.forward_seconds, max(times.other_seconds - self._round_drafting, 0.0))
+        self._elapsed += times.forward_seconds + times.other_seconds
+        if self._round_proposing:
+            self._proposing_seconds = _towards(self._proposing_seconds, self._round_proposing)
+        self._round_proposing = self._round_drafting = 0.0
+
+    def close(self, model: PreTrainedModel) -> None:
+        remember_cost(model, self._batch_size, self.cost)
+
+
+def ranked_nodes(tree: TokenTree) -> list[tuple[float, int]]:
+    """`(chance that the walk takes it, depth)` of every node, most likely first."""
+    return sorted(zip(values(tree), tree.depths, strict=True), key=lambda node: -node[0])
+
+
+def _towards(known: float | None, seen: float) -> float:
+    """Follows what is seen; what takes many times as long as usual counts for a leap, not for itself."""
+    return seen if not known else known + STEP_RATE * (min(seen, 3 * known) - known)
