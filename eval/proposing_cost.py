@@ -31,7 +31,7 @@ from hf_specstate import DRAFTERS, DraftHistory, SpecStateConfig
 from hf_specstate.candidate_generator import SpecStateCandidateGenerator
 from hf_specstate.draft_history import HistoryOfRows
 from hf_specstate.drafting import DraftContext, DraftOutcome
-from hf_specstate.scheduling import ConstantLength
+from hf_specstate.scheduling import Acceptance, ConstantLength
 from hf_specstate.sequences import Sequences
 
 NODES = 15
@@ -84,6 +84,7 @@ def timed(names: list[str], stream: list[int], history: DraftHistory, vocab_size
         logits_processor=LogitsProcessorList(),
         input_ids=torch.tensor([prompt]),
         model_kwargs={},
+        acceptance=Acceptance(),
         draft_history=HistoryOfRows(history, 1, 1, vocab_size),
     )
     candidates = SpecStateCandidateGenerator(context, [DRAFTERS[name]() for name in names], ConstantLength(NODES))

@@ -18,7 +18,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from hf_specstate import DRAFTERS, SpecStateConfig, TokenTree
 from hf_specstate.candidate_generator import SpecStateCandidateGenerator
 from hf_specstate.drafting import DraftContext, DraftOutcome
-from hf_specstate.scheduling import ConstantLength
+from hf_specstate.scheduling import Acceptance, ConstantLength
 from hf_specstate.sequences import Sequences
 from hf_specstate.states import SpecRound, SpecSequence
 
@@ -163,6 +163,7 @@ def _context(text: RecordedText, config: SpecStateConfig) -> DraftContext:
         logits_processor=LogitsProcessorList(),
         input_ids=input_ids,
         model_kwargs={},
+        acceptance=Acceptance(),
     )
 
 

@@ -20,6 +20,7 @@ from .model_support import ModelSupport, probe
 from .outputs import SpecDecoderOnlyOutput, SpecEncoderDecoderOutput
 from .pipeline import SpeculativeTextGenerationPipeline
 from .recording import SpecStreamer
+from .scheduling import SpecProfile
 from .states import SpecRound, SpecSequence, SpecStates
 from .stream import SpecEvent, SpecStream, stream
 from .token_tree import TokenTree
@@ -39,6 +40,7 @@ __all__ = [
     "SpecDecoderOnlyOutput",
     "SpecEncoderDecoderOutput",
     "SpecEvent",
+    "SpecProfile",
     "SpecRound",
     "SpecSequence",
     "SpecStateCandidateGenerator",

@@ -27,7 +27,7 @@ from .drafting.early_exit import early_exit_view
 from .model_support import ModelSupport, probe
 from .recording import Recorder, SpecStreamer
 from .row_cache import has_fixed_slots
-from .scheduling import Acceptance, make_schedule
+from .scheduling import Acceptance, GoodputSchedule, SpecProfile, make_schedule
 from .selection import is_stateless
 from .sequences import Sequences
 from .stopping import STATELESS_CRITERIA
@@ -36,6 +36,7 @@ from .validation import (
     check_config,
     check_generation,
     check_positions,
+    check_spec_profile,
     check_spec_streamer,
     check_support,
     speak_alike,
@@ -43,7 +44,7 @@ from .validation import (
 from .verification import CachedModel
 
 # arguments of `generate()` beside transformers' own, and those of them that a generation config may hold
-ARGUMENTS = ("return_spec_states", "spec_config", "spec_streamer", "draft_history")
+ARGUMENTS = ("return_spec_states", "spec_config", "spec_streamer", "draft_history", "spec_profile")
 SETTINGS = ("return_spec_states", "spec_config")
 DEFAULTS = {"max_nodes": 15, "schedule": "goodput"}
 WITHOUT_ASSISTANT = ["history", "previous_drafts", "recycling"]  # drafters
@@ -66,6 +67,7 @@ class SpecCall:
         return_spec_states (`bool`): Record the states.
         spec_streamer ([`SpecStreamer`], *optional*): Gets every round as it ends.
         draft_history (*optional*): See [`HistoryOfRows`].
+        spec_profile ([`SpecProfile`], *optional*): What the schedule begins with, and leaves behind.
         is_explicit (`bool`): One of this package's own arguments was used, rather than an assistant alone.
         assistant_model (`PreTrainedModel`, *optional*): Of models that do not hand it to the decoding method (Whisper).
     """
@@ -76,6 +78,7 @@ class SpecCall:
     is_explicit: bool
     spec_streamer: SpecStreamer | None = None
     draft_history: Any = None
+    spec_profile: SpecProfile | None = None
     assistant_model: PreTrainedModel | None = None
 
     def __deepcopy__(self, memo) -> "SpecCall":
@@ -113,9 +116,11 @@ class SpecCall:
             in_configs = [getattr(known, argument, None) for known in configs for argument in arguments]
             resolved[name] = _first([*in_call, getattr(config, name), *in_configs])
         returns = bool(chosen["return_spec_states"])
-        draft_history = asked.get("draft_history")
-        explicit = returns or any(value is not None for value in (chosen["spec_config"], spec_streamer, draft_history))
-        return cls(config, resolved, returns, explicit, spec_streamer, draft_history)
+        draft_history, spec_profile = asked.get("draft_history"), asked.get("spec_profile")
+        check_spec_profile(spec_profile)
+        given = (chosen["spec_config"], spec_streamer, draft_history, spec_profile)
+        explicit = returns or any(value is not None for value in given)
+        return cls(config, resolved, returns, explicit, spec_streamer, draft_history, spec_profile)
 
     def with_assistant(self, assistant: PreTrainedModel | None) -> SpecStateConfig:
         """The complete configuration: what is open comes from the assistant's generation config, then from defaults."""
@@ -152,6 +157,7 @@ def decode(
     alike = assistant_model is None or speak_alike(tokenizer, assistant_tokenizer)
     config = call.with_assistant(assistant_model)
     batch_size = input_ids.shape[0]
+    tallies, cost = ({}, None) if call.spec_profile is None else call.spec_profile.begin(model, batch_size)
     context = DraftContext(
         model=model,
         sequences=_sequences(model, input_ids, generation_config, model_kwargs),
@@ -165,7 +171,7 @@ def decode(
         tokenizer=tokenizer,
         assistant_tokenizer=None if alike else assistant_tokenizer,
         draft_history=_history(model, call, generation_config, batch_size),
-        acceptance=Acceptance(batch_size),
+        acceptance=Acceptance(tallies),
     )
     drafters = _make_drafters(context)
     # every drafter is asked, as it may refuse the call
@@ -173,7 +179,7 @@ def decode(
     needs_lockstep.append(_needs_lockstep(logits_processor, stopping_criteria))
     together = batch_size == 1 or any(needs_lockstep)
     fixed_slots = has_fixed_slots(model_kwargs[CACHE_NAME])
-    schedule = make_schedule(config, model, batch_size, context.acceptance, together, fixed_slots)
+    schedule = make_schedule(context, together, fixed_slots, cost)
     clock, recorder = _recorder(call, config, context.sequences, schedule.wants_times)
     width = config.tree_width if support.tree and config.acceptance == "match" else 1
     output = SpeculativeDecoding(
@@ -190,6 +196,8 @@ def decode(
         clock=clock,
         recorder=recorder,
     ).run(input_ids)
+    if call.spec_profile is not None and isinstance(schedule, GoodputSchedule):
+        call.spec_profile.learn(model, batch_size, context.acceptance, schedule.cost)
     if context.draft_history is not None:
         context.draft_history.add([context.draftable(context.sequences.unpadded(row)) for row in range(batch_size)])
     return output

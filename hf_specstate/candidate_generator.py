@@ -10,7 +10,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from .drafting import DraftContext, Drafter, DraftOutcome, DraftRequest
 from .drafting.mixture import likeliest, merge, mix
-from .scheduling import Acceptance, Schedule
+from .scheduling import Schedule
 from .token_tree import TokenTree
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class SpecStateCandidateGenerator(CandidateGenerator):
         self.schedule = schedule
         self.width = width
         self.drafters: list[Drafter] = list(drafters)
-        self.acceptance = context.acceptance or Acceptance(context.sequences.batch_size)
+        self.acceptance = context.acceptance
         self.planned: dict[int, int] = {}  # row -> most nodes that it was allowed in the last round
         self._merges = context.config.acceptance == "match"
         self._previous = DraftOutcome(0, TokenTree(), [], [])  # in the stock loop

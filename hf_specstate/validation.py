@@ -9,6 +9,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Qu
 from .compat import CACHE_NAME, self_attention_cache
 from .config import SpecStateConfig
 from .model_support import ModelSupport
+from .scheduling.profile import SpecProfile
 
 # Rows of an embedding matrix that models of one tokenizer may differ by: matrices are padded to multiples of up to 512.
 LARGEST_VOCAB_PADDING = 512
@@ -157,6 +158,16 @@ def speak_alike(tokenizer: PreTrainedTokenizerBase | None, assistant_tokenizer: 
     if tokenizer is None or assistant_tokenizer is None or tokenizer is assistant_tokenizer:
         return True
     return tokenizer.get_vocab() == assistant_tokenizer.get_vocab()
+
+
+def check_spec_profile(spec_profile) -> None:
+    """
+    Raises:
+        ValueError: `spec_profile` is none.
+    """
+    if spec_profile is not None and not isinstance(spec_profile, SpecProfile):
+        kind = type(spec_profile).__name__
+        raise ValueError(f"`spec_profile` takes a SpecProfile (`SpecProfile.load(path)` reads one), got {kind}.")
 
 
 def check_spec_streamer(spec_streamer) -> None:

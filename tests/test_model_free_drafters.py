@@ -22,6 +22,7 @@ from hf_specstate.drafting.mixture import mix
 from hf_specstate.drafting.previous_drafts import rejected_branches, tails
 from hf_specstate.drafting.prior import values
 from hf_specstate.drafting.recycling import NOTHING, SuccessorTable
+from hf_specstate.scheduling import Acceptance
 from hf_specstate.sequences import Sequences
 
 VOCAB = 50
@@ -39,6 +40,7 @@ def started(drafter: Drafter, *prompts: list[int]) -> tuple[Drafter, Sequences]:
         logits_processor=LogitsProcessorList(),
         input_ids=torch.tensor(prompts),
         model_kwargs={},
+        acceptance=Acceptance(),
     )
     drafter.start(context)
     return drafter, sequences

@@ -13,7 +13,7 @@ from hf_specstate import SpecStateCandidateGenerator, SpecStateConfig, SpecState
 from hf_specstate.drafting import AssistantDrafter, DraftContext, DraftOutcome, PromptLookupDrafter
 from hf_specstate.drafting import expectations as expectations_module
 from hf_specstate.drafting.expectations import Expectations, answer_tail
-from hf_specstate.scheduling import HeuristicLength
+from hf_specstate.scheduling import Acceptance, HeuristicLength
 from hf_specstate.sequences import Sequences
 
 NEW_TOKENS = 40
@@ -34,6 +34,7 @@ class PairLlama(LlamaForCausalLM):
             model_kwargs={"attention_mask": model_kwargs["attention_mask"]},
             inputs_tensor=inputs_tensor,
             assistant_model=kwargs["assistant_model"],
+            acceptance=Acceptance(),
         )
         self.outcomes = []
         candidates = SpecStateCandidateGenerator(context, [self.drafter()], HeuristicLength(4, 4, 1, remembers=False))

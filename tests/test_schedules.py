@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 from families import noisy_copy, prompt, tiny
@@ -17,7 +18,9 @@ TREE = TokenTree.from_paths([[1, 2, 3], [4, 5]], "any")
 
 
 def schedule_of(name, start, model, batch_size):
-    return make_schedule(hf_specstate.SpecStateConfig(schedule=name, max_nodes=start), model, batch_size)
+    config = hf_specstate.SpecStateConfig(schedule=name, max_nodes=start)
+    context = SimpleNamespace(config=config, model=model, sequences=SimpleNamespace(batch_size=batch_size))
+    return make_schedule(context, together=False)
 
 
 @pytest.fixture

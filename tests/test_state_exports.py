@@ -127,7 +127,7 @@ def test_where_files_go(states, tmp_path):
 
 def test_newer_and_foreign_files_are_refused_by_name(states, tmp_path):
     path = tmp_path / "mine.safetensors"
-    path.write_bytes(to_bytes(states).replace(b'"version":"1"', b'"version":"2"'))
+    path.write_bytes(to_bytes(states).replace(b'"version":"2"', b'"version":"3"'))
     with pytest.raises(ValueError, match="mine.safetensors was written by a newer version"):
         SpecStates.load(path)
     from safetensors.torch import save_file

@@ -113,7 +113,7 @@ class AssistantDrafter(Drafter):
     def _is_worthwhile(self, growing: dict[int, "_Growth"], least_gain: float) -> bool:
         """Whether one more step promises at least so many accepted tokens in all rows."""
         acceptance = self._context.acceptance
-        if acceptance is None or not least_gain:
+        if not least_gain:
             return True
         gain = 0.0
         for row, growth in growing.items():

@@ -35,7 +35,7 @@ class DraftContext:
         tokenizer, assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*):
             As passed to `generate()`; the second only if it differs from the first.
         draft_history ([`HistoryOfRows`], *optional*): What earlier calls left for the rows.
-        acceptance ([`Acceptance`], *optional*): How drafts have fared in this call.
+        acceptance ([`Acceptance`]): How drafts have fared in this call.
     """
 
     model: PreTrainedModel
@@ -50,7 +50,7 @@ class DraftContext:
     tokenizer: PreTrainedTokenizerBase | None = None
     assistant_tokenizer: PreTrainedTokenizerBase | None = None
     draft_history: "HistoryOfRows | None" = None
-    acceptance: "Acceptance | None" = None
+    acceptance: "Acceptance" = field(kw_only=True)
 
     @property
     def vocab_size(self) -> int:
@@ -76,8 +76,8 @@ class DraftRequest:
     """
     What is wanted for one row: at most `max_nodes` nodes, no deeper than `max_depth`, at most `width` children of a
     node (1: a chain). `token_ids` are the row's tokens so far, prompt first, without padding; read them only. `known`
-    is what drafters before this one have proposed for the row, if the drafter `extends` it. One more step of a model, for
-    all rows that it runs for, must be expected to give at least `least_gain` tokens.
+    is what drafters before this one have proposed for the row, if the drafter `extends` it. One more step of a model,
+    for all rows that it runs for, must be expected to give at least `least_gain` tokens.
     """
 
     row: int

@@ -1,12 +1,12 @@
 """How much to draft."""
 
-from transformers import PreTrainedModel
-
-from ..config import SpecStateConfig
+from ..drafting.base import DraftContext
 from .acceptance import Acceptance
+from .agreement import agreement
 from .cost import RoundCost, recall_cost
 from .goodput import GoodputSchedule
 from .length import ConstantLength, HeuristicLength, heuristic_length
+from .profile import SpecProfile
 from .schedule import Ask, Choice, RoundTimes, Schedule
 
 __all__ = [
@@ -19,40 +19,36 @@ __all__ = [
     "RoundCost",
     "RoundTimes",
     "Schedule",
+    "SpecProfile",
     "make_schedule",
 ]
 
 
 def make_schedule(
-    config: SpecStateConfig,
-    model: PreTrainedModel,
-    batch_size: int,
-    acceptance: Acceptance | None = None,
-    together: bool = False,
-    fixed_slots: bool = False,
+    context: DraftContext, together: bool, fixed_slots: bool = False, cost: RoundCost | None = None
 ) -> Schedule:
     """
-    The schedule that `config` names.
+    The schedule that the configuration names.
 
     Args:
-        config ([`SpecStateConfig`]): A call's, complete.
-        model (`PreTrainedModel`): The target.
-        batch_size (`int`): Rows.
-        acceptance ([`Acceptance`], *optional*): Of the generation's drafts.
-        together (`bool`, *optional*, defaults to `False`): Rows advance by the same number of tokens.
+        context ([`DraftContext`]): The generation.
+        together (`bool`): Rows advance by the same number of tokens.
         fixed_slots (`bool`, *optional*, defaults to `False`): The target's cache is static.
+        cost ([`RoundCost`], *optional*): What is known; defaults to what the model's earlier calls have left.
     """
-    assert config.max_nodes is not None
+    config, batch_size = context.config, context.sequences.batch_size
+    assert config.max_nodes is not None  # a call's configuration is complete
     if config.schedule == "constant":
         return ConstantLength(config.max_nodes)
     if config.schedule != "goodput":
-        return heuristic_length(config, model, batch_size)
+        return heuristic_length(config, context.model, batch_size)
     return GoodputSchedule(
         config.max_nodes,
         batch_size,
         together=together,
         fixed_slots=fixed_slots,
         cuts=config.acceptance == "match",
-        acceptance=acceptance or Acceptance(batch_size),
-        cost=recall_cost(model, batch_size),
+        acceptance=context.acceptance,
+        cost=cost or recall_cost(context.model, batch_size),
+        agree=agreement(context.model),
     )

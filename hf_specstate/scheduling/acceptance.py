@@ -2,6 +2,7 @@
 
 import math
 from bisect import bisect
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from ..drafting.prior import acceptance
@@ -56,16 +57,15 @@ class Acceptance:
     so a source is known while speculation is off.
 
     Args:
-        batch_size (`int`): Rows.
         known (`dict[Kind, Tally]`, *optional*): What an earlier generation has shown; goes on from there, in place.
     """
 
-    def __init__(self, batch_size: int, known: dict[Kind, Tally] | None = None):
+    def __init__(self, known: dict[Kind, Tally] | None = None):
         self.pooled: dict[Kind, Tally] = {} if known is None else known
-        self._rows: list[dict[Kind, Tally]] = [{} for _ in range(batch_size)]
+        self._rows: defaultdict[int, dict[Kind, Tally]] = defaultdict(dict)
         self._vectors: dict[tuple[str, int], list[float]] = {}  # (source, depth) -> (accepted, seen)
         # per row: proposals whose last tokens were not yet judged, with their depths, and where the text has got to
-        self._open: list[list[tuple[TokenTree, list[int], int]]] = [[] for _ in range(batch_size)]
+        self._open: defaultdict[int, list[tuple[TokenTree, list[int], int]]] = defaultdict(list)
 
     def estimate(self, row: int, tree: TokenTree) -> list[float]:
         """For every node of `tree`, the chance that it is accepted if its parent is."""

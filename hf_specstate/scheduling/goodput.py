@@ -13,6 +13,7 @@ from ..drafting.prior import values
 from ..row_cache import forward_width
 from ..token_tree import TokenTree
 from .acceptance import Acceptance
+from .agreement import Agree
 from .cost import STALE, RoundCost, remember_cost
 from .schedule import Ask, Choice, RoundTimes, Schedule
 
@@ -76,6 +77,7 @@ class GoodputSchedule(Schedule):
         cuts (`bool`): Trees may be cut after they were drafted (not under `"rejection"`: the length of a drawn chain
             must not depend on what was drawn).
         acceptance ([`Acceptance`]), cost ([`RoundCost`]): What is known; learned on.
+        agree (`Callable`, *optional*): Gives all ranks the first one's numbers, see [`agreement`].
     """
 
     wants_times = True
@@ -89,6 +91,7 @@ class GoodputSchedule(Schedule):
         cuts: bool,
         acceptance: Acceptance,
         cost: RoundCost,
+        agree: Agree | None = None,
     ):
         self.cost = cost
         self._acceptance = acceptance
@@ -97,6 +100,7 @@ class GoodputSchedule(Schedule):
         self._together = together and batch_size > 1
         self._fixed_slots = fixed_slots
         self._cuts = cuts
+        self._agree = agree or list
         self._prices: dict[str, ModelPrice] = {}
         self._elapsed = self._explored = self._allowance = 0.0
         self._round_proposing = self._round_drafting = 0.0  # seconds of drafters without and with a model
@@ -240,20 +244,21 @@ class GoodputSchedule(Schedule):
 
     def asked(self, drafter: Drafter, seconds: float) -> None:
         if drafter.runs is None:
-            self._round_proposing += seconds
+            self._round_proposing += self._agree([seconds])[0]
             return
         price, runs = self._prices[drafter.name], drafter.runs
+        seconds, begin, steps = self._agree([seconds, runs.begin_seconds, runs.step_seconds])
         self._round_drafting += seconds
         if runs.num_steps:
-            step = runs.step_seconds / runs.num_steps
-            price.step_seconds = _towards(price.step_seconds, step)
-            price.begin_seconds = _towards(price.begin_seconds, runs.begin_seconds)
+            price.step_seconds = _towards(price.step_seconds, steps / runs.num_steps)
+            price.begin_seconds = _towards(price.begin_seconds, begin)
 
     def observe_times(self, times: RoundTimes) -> None:
+        forward, other = self._agree([times.forward_seconds, times.other_seconds])
         if not self.cost.measured:
-            self._allowance = EXPLORING_FORWARDS * times.forward_seconds
-        self.cost.observe(times.width, times.forward_seconds, max(times.other_seconds - self._round_drafting, 0.0))
-        self._elapsed += times.forward_seconds + times.other_seconds
+            self._allowance = EXPLORING_FORWARDS * forward
+        self.cost.observe(times.width, forward, max(other - self._round_drafting, 0.0))
+        self._elapsed += forward + other
         if self._round_proposing:
             self._proposing_seconds = _towards(self._proposing_seconds, self._round_proposing)
         self._round_proposing = self._round_drafting = 0.0

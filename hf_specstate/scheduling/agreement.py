@@ -1,0 +1,26 @@
+"""One decision on all ranks that share a model."""
+
+from collections.abc import Callable
+
+import torch
+from transformers import PreTrainedModel
+
+Agree = Callable[[list[float]], list[float]]
+
+
+def agreement(model: PreTrainedModel) -> Agree | None:
+    """
+    Under tensor parallelism every rank must run the same forwards, but clocks differ. So all go by the first rank's:
+    the function returned gives its numbers to all of them. Everything else that decides is the same on all ranks.
+    None for a model that one process holds.
+    """
+    if (getattr(model, "tp_size", None) or 1) < 2:
+        return None
+
+    def agree(numbers: list[float]) -> list[float]:
+        device = "cpu" if torch.distributed.get_backend() == "gloo" else model.device
+        shared = torch.tensor(numbers, dtype=torch.float64, device=device)
+        torch.distributed.broadcast(shared, src=0)
+        return shared.tolist()
+
+    return agree
