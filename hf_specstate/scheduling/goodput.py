@@ -19,7 +19,7 @@ from .schedule import Ask, Choice, RoundTimes, Schedule
 
 EXPLORED_WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 # Exploring may cost so much: two forwards' time the first time, and a share of the time that went by
-EXPLORING_FORWARDS, EXPLORING_SHARE = 2.0, 0.02
+EXPLORING_FORWARDS, EXPLORING_SHARE = 2.0, 0.01
 PROPOSING_SHARE = 0.03  # most of a forward's time for proposals that are only scored
 FIRST_DRAFT, PROBE_DRAFT = 4, 3  # tokens from a model of which nothing is known, and from one that was off
 FIRST_WAIT, LONGEST_WAIT = 16, 1024  # rounds between two probes of a drafting model; each one in vain doubles them
@@ -102,9 +102,11 @@ class GoodputSchedule(Schedule):
         self._cuts = cuts
         self._agree = agree or list
         self._prices: dict[str, ModelPrice] = {}
-        self._elapsed = self._explored = self._allowance = 0.0
+        self._elapsed = self._explored = 0.0
+        self._free_forwards = 0.0 if cost.measured else EXPLORING_FORWARDS
         self._round_proposing = self._round_drafting = 0.0  # seconds of drafters without and with a model
         self._proposing_seconds = 0.0  # of drafters without a model, smoothed
+        self._proposes: bool | None = None  # whether they are asked in this round, once that is decided
         self._quiet_rounds = 0  # since they were last asked
         self.choice: Choice | None = None
 
@@ -119,7 +121,7 @@ class GoodputSchedule(Schedule):
         price = self._prices.setdefault(drafter.name, ModelPrice())
         if price.step_seconds is None:
             return Ask(min(FIRST_DRAFT, self._max_nodes))
-        without = self._best(rows, known)
+        without = self._best(self._totals(rows, known))
         draft = self._best_draft(drafter.name, len(rows), price)
         if draft.rate > without.rate:
             price.wait, price.idle_rounds = FIRST_WAIT, 0
@@ -134,13 +136,14 @@ class GoodputSchedule(Schedule):
 
     def _may_propose(self) -> bool:
         """Whether drafters without a model are worth asking: always, unless they were of no use and cost too much."""
-        self._quiet_rounds += 1
-        was_off = self.choice is not None and self.choice.num_nodes == 0
-        plain = self._round_seconds(0)
-        if was_off and plain and self._proposing_seconds > PROPOSING_SHARE * plain * self._quiet_rounds:
-            return False
-        self._quiet_rounds = 0
-        return True
+        if self._proposes is None:
+            self._quiet_rounds += 1
+            was_off = self.choice is not None and self.choice.num_nodes == 0
+            affordable = PROPOSING_SHARE * self._round_seconds(0) * self._quiet_rounds
+            self._proposes = not was_off or self._proposing_seconds <= affordable
+            if self._proposes:
+                self._quiet_rounds = 0
+        return self._proposes
 
     def _best_draft(self, name: str | None, num_rows: int, price: ModelPrice) -> Best:
         """The best length of a model's draft, by its acceptance vector; without a name, of a draft that is right."""
@@ -157,36 +160,54 @@ class GoodputSchedule(Schedule):
     # ------------------------------------------------------------------ after drafting
 
     def choose(self, rows: Sequence[int], trees: Mapping[int, TokenTree]) -> dict[int, TokenTree]:
-        best = self._best(rows, trees)
-        drafting = self._best(rows, trees, least=1)  # what there is beside "off"
+        totals = self._totals(rows, trees)
+        best, drafting = self._best(totals), self._best(totals, least=1)
         num_nodes, why = best.num_nodes, "best" if best.num_nodes else "off"
         if not self._cuts:
-            num_nodes, why = max(map(len, trees.values()), default=0), "fixed"
-        elif (explored := self._explore(rows, trees, best)) is not None:
+            num_nodes, why = len(totals) - 1, "fixed"
+        elif (explored := self._explore(totals, best)) is not None:
             num_nodes, why = explored, "explore"
         chosen = {row: likeliest(tree, num_nodes) for row, tree in trees.items()}
-        used = max(map(len, chosen.values()), default=0)
         plain = self._round_seconds(0)
         self.choice = Choice(
-            num_nodes=used,
+            num_nodes=num_nodes,
             why=why,
-            expected_tokens=self._expected_tokens(rows, chosen),
-            expected_seconds=self._round_seconds(used) - self.cost.overhead,
+            expected_tokens=self._expected_tokens(rows, chosen, totals[num_nodes]),
+            expected_seconds=self._round_seconds(num_nodes) - self.cost.overhead,
             considered_tokens=drafting.tokens / len(rows) if drafting.num_nodes else 1.0,
             considered_cost=drafting.seconds / plain if plain and drafting.num_nodes else 1.0,
         )
         return chosen
 
-    def _best(self, rows: Sequence[int], trees: Mapping[int, TokenTree], least: int = 0) -> Best:
-        """The best number of nodes, at least `least`."""
-        best, tokens = Best(), float(len(rows))
-        for num_nodes, gain in enumerate([0.0, *self._gains(rows, trees)]):
-            tokens += gain
+    def _totals(self, rows: Sequence[int], trees: Mapping[int, TokenTree]) -> list[float]:
+        """The tokens that are expected, in all rows, of the best 0, 1, 2 ... nodes of each."""
+        return list(itertools.accumulate(self._gains(rows, trees), initial=float(len(rows))))
+
+    def _best(self, totals: Sequence[float], least: int = 0) -> Best:
+        """The best number of nodes, at least `least`, when so many tokens are expected."""
+        best = Best()
+        for num_nodes in range(least, len(totals)):
             seconds = self._round_seconds(num_nodes)
-            rate = tokens / seconds if seconds else tokens
-            if num_nodes >= least and rate > best.rate:
-                best = Best(num_nodes, tokens, seconds, rate)
+            rate = totals[num_nodes] / seconds if seconds else totals[num_nodes]
+            if rate > best.rate:
+                best = Best(num_nodes, totals[num_nodes], seconds, rate)
         return best
+
+    def _explore(self, totals: Sequence[float], best: Best) -> int | None:
+        """A number of nodes whose cost has not been seen for long, if finding out is cheap enough."""
+        losses = {
+            width - 1: self._round_seconds(width - 1) - totals[width - 1] / best.rate
+            for width in EXPLORED_WIDTHS
+            if width <= len(totals) and width - 1 != best.num_nodes and self.cost.age(width) > STALE
+        }
+        if not losses or not self.cost.measured:
+            return None
+        num_nodes = min(losses, key=lambda nodes: losses[nodes])
+        allowed = self._free_forwards * self._round_seconds(0) + EXPLORING_SHARE * self._elapsed
+        if self._explored + losses[num_nodes] > allowed:
+            return None
+        self._explored += losses[num_nodes]
+        return num_nodes
 
     def _gains(self, rows: Sequence[int], trees: Mapping[int, TokenTree]) -> list[float]:
         """The tokens that every further node of each row is expected to give, in all rows."""
@@ -219,26 +240,10 @@ class GoodputSchedule(Schedule):
         width = forward_width(1 + num_nodes, self._fixed_slots)
         return self.cost.curve(1 + 2 * self._max_nodes)[width] + self.cost.overhead
 
-    def _expected_tokens(self, rows: Sequence[int], chosen: Mapping[int, TokenTree]) -> dict[int, float]:
+    def _expected_tokens(self, rows: Sequence[int], chosen: Mapping[int, TokenTree], total: float) -> dict[int, float]:
         if self._together:
-            return dict.fromkeys(rows, 1 + sum(self._gains(rows, chosen)) / len(rows))
+            return dict.fromkeys(rows, total / len(rows))
         return {row: 1 + sum(values(chosen[row])) if row in chosen else 1.0 for row in rows}
-
-    def _explore(self, rows: Sequence[int], trees: Mapping[int, TokenTree], best: Best) -> int | None:
-        """A number of nodes whose cost has not been seen for long, if finding out is cheap enough."""
-        tokens = list(itertools.accumulate([float(len(rows)), *self._gains(rows, trees)]))
-        losses: dict[int, float] = {}
-        for width in EXPLORED_WIDTHS:
-            num_nodes = width - 1
-            if num_nodes < len(tokens) and num_nodes != best.num_nodes and self.cost.age(width) > STALE:
-                losses[num_nodes] = self._round_seconds(num_nodes) - tokens[num_nodes] / best.rate
-        if not losses:
-            return None
-        num_nodes = min(losses, key=lambda nodes: losses[nodes])
-        if self._explored + losses[num_nodes] > self._allowance + EXPLORING_SHARE * self._elapsed:
-            return None
-        self._explored += max(losses[num_nodes], 0.0)
-        return num_nodes
 
     # ------------------------------------------------------------------ learning
 
@@ -255,13 +260,12 @@ class GoodputSchedule(Schedule):
 
     def observe_times(self, times: RoundTimes) -> None:
         forward, other = self._agree([times.forward_seconds, times.other_seconds])
-        if not self.cost.measured:
-            self._allowance = EXPLORING_FORWARDS * forward
         self.cost.observe(times.width, forward, max(other - self._round_drafting, 0.0))
         self._elapsed += forward + other
         if self._round_proposing:
             self._proposing_seconds = _towards(self._proposing_seconds, self._round_proposing)
         self._round_proposing = self._round_drafting = 0.0
+        self._proposes = None
 
     def close(self, model: PreTrainedModel) -> None:
         remember_cost(model, self._batch_size, self.cost)
