@@ -15,6 +15,10 @@ from .base import Method, MethodResult
 MIXTURE = ["history", "previous_drafts", "recycling"]  # the default without an assistant
 # name -> spec_config; another drafter or schedule is another line
 CONFIGS: dict[str, dict[str, Any]] = {
+    # what a user gets: the default drafters and schedule
+    "specstate": {},
+    "specstate_usual_products": {"few_rows": False},
+    "specstate_assistant": {"drafters": ["assistant"]},
     "specstate_prompt_lookup_chain": {"drafters": ["prompt_lookup"], "max_nodes": 8},
     "specstate_prompt_lookup_tree": {"drafters": ["prompt_lookup"], "max_nodes": 16, "tree_width": 2},
     "specstate_assistant_chain": {"drafters": ["assistant"], "max_nodes": 8},
@@ -45,7 +49,8 @@ class SpecState(Method):
 
     @property
     def _uses_assistant(self) -> bool:
-        return any(getattr(drafter, "name", drafter) == "assistant" for drafter in self.spec_config["drafters"])
+        drafters = self.spec_config.get("drafters", [])
+        return any(getattr(drafter, "name", drafter) == "assistant" for drafter in drafters)
 
     def refusal(self, batch_size: int, do_sample: bool, has_assistant: bool) -> str | None:
         if self._uses_assistant and not has_assistant:
@@ -75,4 +80,8 @@ class SpecState(Method):
         return [(SpecStateCandidateGenerator, "propose")]
 
 
-METHODS = [SpecState(name, config) for name, config in CONFIGS.items()]
+SCHEDULED = ("specstate", "specstate_usual_products", "specstate_assistant")  # the others draft as much in every round
+METHODS = [
+    SpecState(name, config if name in SCHEDULED else {"schedule": "constant"} | config)
+    for name, config in CONFIGS.items()
+]

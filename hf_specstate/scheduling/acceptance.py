@@ -11,8 +11,9 @@ from ..token_tree import TokenTree, names_of
 BINS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)  # edges of confidence
 DEPTHS = (1, 2, 4)  # from which a new class of depths begins
 # how much a level is drawn to the one above it, in observations
-SOURCE_PRIOR, CELL_PRIOR, ROW_PRIOR, VECTOR_PRIOR = 12.0, 20.0, 30.0, 3.0
-DECAY = 0.99  # of what was seen, with every new observation of the same kind
+SOURCE_PRIOR, CELL_PRIOR, ROW_PRIOR, VECTOR_PRIOR = 12.0, 20.0, 3.0, 3.0
+# of what was seen, with every new observation of the same kind; a row is soon another kind of text
+DECAY, ROW_DECAY = 0.99, 0.93
 LEAST, MOST = 0.002, 0.98  # of a confidence: a drafter is never quite sure
 FIRST_GUESS = 0.6  # acceptance at each depth, of a source that has shown nothing yet
 NOWHERE = -2  # in a tree
@@ -34,10 +35,10 @@ class Tally:
         self.prior, self.seen, self.happened, self.expected = prior, seen, happened, expected
         self._update()
 
-    def add(self, happened: bool, expected: float) -> None:
-        self.seen = DECAY * self.seen + 1
-        self.happened = DECAY * self.happened + happened
-        self.expected = DECAY * self.expected + expected
+    def add(self, happened: bool, expected: float, decay: float = DECAY) -> None:
+        self.seen = decay * self.seen + 1
+        self.happened = decay * self.happened + happened
+        self.expected = decay * self.expected + expected
         self._update()
 
     def _update(self) -> None:
@@ -50,8 +51,8 @@ class Acceptance:
     """
     Estimates the chance that a node is accepted if its parent is. The drafter's own confidence is the beginning; its
     log-odds are shifted by what its sources have been worth, then by what nodes of just these sources, a similar
-    confidence and depth have been worth beyond that, and then by the same in the row at hand. A shift is small until
-    much was seen, so the beginning is as cautious as the drafters.
+    confidence and depth have been worth beyond that, and then by how the sources have fared lately in the row at hand.
+    A shift is small until much was seen, so the beginning is as cautious as the drafters.
 
     Every token of the text judges all proposals for its position, those too that were not verified (*shadow* scoring),
     so a source is known while speculation is off.
@@ -121,7 +122,8 @@ class Acceptance:
             if tally is None:
                 tally = level[kind] = Tally(prior)
             shift = tally.shift
-            tally.add(hit, _chance(odds))  # what the levels above expected
+            # what the levels above expected
+            tally.add(hit, _chance(odds), DECAY if level is self.pooled else ROW_DECAY)
             odds += shift
         for name in names_of(source):
             vector = self._vectors.setdefault((name, depth), [0.0, 0.0])
@@ -135,7 +137,7 @@ class Acceptance:
             yield self.pooled, (name, EVERY, EVERY), SOURCE_PRIOR
         kind = (source, bisect(BINS, confidence), bisect(DEPTHS, depth))
         yield self.pooled, kind, CELL_PRIOR
-        yield self._rows[row], kind, ROW_PRIOR
+        yield self._rows[row], (source, EVERY, EVERY), ROW_PRIOR
 
 
 def _log_odds(chance: float) -> float:

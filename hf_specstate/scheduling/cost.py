@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median_low
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -45,16 +46,14 @@ class RoundCost:
 
     def __init__(self, seconds: Mapping[int, float] | None = None, overhead: float = 0.0):
         self.overhead = overhead
-        self._level = 0.0
-        self._shapes: dict[int, deque[float]] = {}
-        self._last_round: dict[int, int] = {}
+        self._level = math.log(next(iter(seconds.values()))) if seconds else 0.0
         self._round = 0
+        # earlier generations may have run at another speed: what they say is soon stale
+        self._widths = {
+            width: _Width(deque([math.log(value) - self._level], maxlen=SAMPLES), -STALE // 2, is_sure=True)
+            for width, value in (seconds or {}).items()
+        }
         self._curve: list[float] = []
-        if seconds:
-            self._level = math.log(next(iter(seconds.values())))
-            for width, value in seconds.items():
-                self._shapes[width] = deque([math.log(value) - self._level] * 2, maxlen=SAMPLES)
-                self._last_round[width] = 0
 
     def observe(self, width: int, forward_seconds: float, other_seconds: float) -> None:
         """
@@ -64,15 +63,19 @@ class RoundCost:
             width (`int`): Slots of each row in the forward.
             forward_seconds, other_seconds (`float`): What the forward took, and the rest of the round.
         """
-        self._round += 1
-        self._last_round[width] = self._round
         seen = math.log(max(forward_seconds, 1e-9))
-        if not self._shapes:
+        if not self._widths:
             self._level, self.overhead = seen, other_seconds
-        if width in self._shapes:
-            surprise = seen - self._level - median_low(self._shapes[width])
+        known = self._widths.get(width)
+        if known is None:
+            known = self._widths[width] = _Width(deque(maxlen=SAMPLES))
+        else:
+            surprise = seen - self._level - median_low(known.samples)
             self._level += LEVEL_RATE * min(max(surprise, -LEAP), LEAP)
-        self._shapes.setdefault(width, deque(maxlen=SAMPLES)).append(seen - self._level)
+            known.is_sure = True
+        self._round += 1
+        known.last_round = self._round
+        known.samples.append(seen - self._level)
         rate = OVERHEAD_RATE if other_seconds < 2 * self.overhead else OVERHEAD_RATE / 4  # an outlier, most likely
         self.overhead += rate * (other_seconds - self.overhead)
         self._curve = []
@@ -80,11 +83,14 @@ class RoundCost:
     @property
     def measured(self) -> dict[int, float]:
         """Seconds by width, as measured."""
-        return {width: math.exp(self._level + median_low(self._shapes[width])) for width in sorted(self._shapes)}
+        return {
+            width: math.exp(self._level + median_low(self._widths[width].samples)) for width in sorted(self._widths)
+        }
 
     def age(self, width: int) -> float:
         """Rounds since a forward was so wide; infinite before the second one, as the first may have been an outlier."""
-        return self._round - self._last_round[width] if len(self._shapes.get(width, ())) > 1 else math.inf
+        known = self._widths.get(width)
+        return math.inf if known is None or not known.is_sure else self._round - known.last_round
 
     def curve(self, longest: int) -> list[float]:
         """
@@ -93,15 +99,33 @@ class RoundCost:
             All zero before the first round.
         """
         if len(self._curve) <= longest:
-            self._curve = _through(self.measured, {w: len(s) for w, s in self._shapes.items()}, longest)
+            weights = [
+                len(known.samples) * 0.5 ** ((self._round - known.last_round) / STALE)
+                for _, known in sorted(self._widths.items())
+            ]
+            self._curve = _through(self.measured, weights, longest)
         return self._curve
 
 
-def _through(points: dict[int, float], weights: Mapping[int, int], longest: int) -> list[float]:
+@dataclass
+class _Width:
+    """
+    Args:
+        samples (`deque[float]`): Logarithms of seconds, relative to the level of their time.
+        last_round (`int`): When the last one was taken.
+        is_sure (`bool`): There was more than one.
+    """
+
+    samples: deque[float]
+    last_round: int = 0
+    is_sure: bool = False
+
+
+def _through(points: dict[int, float], weights: Sequence[float], longest: int) -> list[float]:
     if not points:
         return [0.0] * (longest + 1)
     widths = list(points)
-    values = rising(list(points.values()), [weights[width] for width in widths])
+    values = rising(list(points.values()), weights)
     curve, place = [], 0
     for width in range(longest + 1):
         while place < len(widths) - 1 and widths[place + 1] <= width:

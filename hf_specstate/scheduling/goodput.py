@@ -17,13 +17,14 @@ from .agreement import Agree
 from .cost import STALE, RoundCost, remember_cost
 from .schedule import Ask, Choice, RoundTimes, Schedule
 
-EXPLORED_WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+# of forwards, beside the whole of what was proposed: few, so that the cost of each is known. Some are looked up anew
+WIDTHS, EXPLORED_WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64), (1, 2, 4, 8, 16, 32, 64)
 # Exploring may cost so much: two forwards' time the first time, and a share of the time that went by
 EXPLORING_FORWARDS, EXPLORING_SHARE = 2.0, 0.01
 PROPOSING_SHARE = 0.03  # most of a forward's time for proposals that are only scored
 FIRST_DRAFT, PROBE_DRAFT = 4, 3  # tokens from a model of which nothing is known, and from one that was off
 FIRST_WAIT, LONGEST_WAIT = 16, 1024  # rounds between two probes of a drafting model; each one in vain doubles them
-STEP_RATE = 0.3
+STEP_RATE, SAVING_RATE = 0.3, 0.1
 
 
 @dataclass
@@ -105,7 +106,8 @@ class GoodputSchedule(Schedule):
         self._elapsed = self._explored = 0.0
         self._free_forwards = 0.0 if cost.measured else EXPLORING_FORWARDS
         self._round_proposing = self._round_drafting = 0.0  # seconds of drafters without and with a model
-        self._proposing_seconds = 0.0  # of drafters without a model, smoothed
+        self._proposing_seconds = 0.0  # of drafters without a model in a round, smoothed
+        self._saved_seconds = 0.0  # by what they proposed in a round, smoothed
         self._proposes: bool | None = None  # whether they are asked in this round, once that is decided
         self._quiet_rounds = 0  # since they were last asked
         self.choice: Choice | None = None
@@ -135,12 +137,11 @@ class GoodputSchedule(Schedule):
         return Ask(min(PROBE_DRAFT, self._max_nodes))
 
     def _may_propose(self) -> bool:
-        """Whether drafters without a model are worth asking: always, unless they were of no use and cost too much."""
+        """Whether drafters without a model are worth asking: if they save more than they cost, or cost little."""
         if self._proposes is None:
             self._quiet_rounds += 1
-            was_off = self.choice is not None and self.choice.num_nodes == 0
             affordable = PROPOSING_SHARE * self._round_seconds(0) * self._quiet_rounds
-            self._proposes = not was_off or self._proposing_seconds <= affordable
+            self._proposes = self._proposing_seconds <= max(self._saved_seconds, affordable)
             if self._proposes:
                 self._quiet_rounds = 0
         return self._proposes
@@ -162,6 +163,9 @@ class GoodputSchedule(Schedule):
     def choose(self, rows: Sequence[int], trees: Mapping[int, TokenTree]) -> dict[int, TokenTree]:
         totals = self._totals(rows, trees)
         best, drafting = self._best(totals), self._best(totals, least=1)
+        if self._round_proposing:
+            saved = self._round_seconds(0) * best.tokens / len(rows) - best.seconds
+            self._saved_seconds += SAVING_RATE * (saved - self._saved_seconds)
         num_nodes, why = best.num_nodes, "best" if best.num_nodes else "off"
         if not self._cuts:
             num_nodes, why = len(totals) - 1, "fixed"
@@ -186,7 +190,7 @@ class GoodputSchedule(Schedule):
     def _best(self, totals: Sequence[float], least: int = 0) -> Best:
         """The best number of nodes, at least `least`, when so many tokens are expected."""
         best = Best()
-        for num_nodes in range(least, len(totals)):
+        for num_nodes in _sizes(least, len(totals) - 1):
             seconds = self._round_seconds(num_nodes)
             rate = totals[num_nodes] / seconds if seconds else totals[num_nodes]
             if rate > best.rate:
@@ -269,6 +273,11 @@ class GoodputSchedule(Schedule):
 
     def close(self, model: PreTrainedModel) -> None:
         remember_cost(model, self._batch_size, self.cost)
+
+
+def _sizes(least: int, most: int) -> list[int]:
+    """The numbers of nodes that are considered."""
+    return [*(width - 1 for width in WIDTHS if least < width <= most), most] if most >= least else []
 
 
 def ranked_nodes(tree: TokenTree) -> list[tuple[float, int]]:
