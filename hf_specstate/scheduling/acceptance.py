@@ -9,7 +9,7 @@ from ..drafting.prior import acceptance
 from ..token_tree import TokenTree, names_of
 
 BINS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)  # edges of confidence
-DEPTHS = (1, 2, 4)  # from which a new class of depths begins
+DEPTHS = (2, 3, 5)  # from which a new class of depths begins
 # how much a level is drawn to the one above it, in observations
 SOURCE_PRIOR, CELL_PRIOR, ROW_PRIOR, VECTOR_PRIOR = 12.0, 20.0, 3.0, 3.0
 # of what was seen, with every new observation of the same kind; a row is soon another kind of text

@@ -1,19 +1,17 @@
 """What rounds cost on this machine, measured from the rounds themselves."""
 
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median_low
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
 
-SAMPLES = 5  # of each width, the last ones; their median counts
-LEVEL_RATE = 0.2  # at which the level follows the machine and the growing context
-LEAP = 0.4  # most by which one forward counts as slower or faster than expected, as a logarithm
+RATE = 0.3  # at which costs follow what is seen, at least
+LEAP = 0.5  # most by which one forward counts as slower or faster than expected, as a logarithm
+QUIET = 0.15  # surprises up to here are luck; beyond, the machine has changed its speed, and all widths with it
 STALE = 24  # rounds after which the cost of a width is worth looking at again
 OVERHEAD_RATE = 0.1
 
@@ -34,10 +32,10 @@ _remembered: "WeakKeyDictionary[PreTrainedModel, dict[Place, tuple[dict[int, flo
 class RoundCost:
     """
     Seconds of a target forward as a function of its width (slots of each row), for one number of rows, and of all that
-    a round does beside it. A width's cost is its *shape*, the median of a few samples relative to a *level* that all
-    widths share; the level follows a context that grows and a machine that changes its speed. Nothing is assumed about
-    the curve except that more tokens never take less time: where samples say otherwise, or are missing, neighbours are
-    averaged or connected, and beyond the widest sample the cost grows in proportion.
+    a round does beside it. Every width has a running mean of its own, in which no single forward counts much; one that
+    is surprising moves all other widths too, since the context has grown or the machine has changed its speed. Nothing
+    is assumed about the curve except that more tokens never take less time: where means say otherwise, or are missing,
+    neighbours are averaged or connected, and beyond the widest the cost grows in proportion.
 
     Args:
         seconds (`Mapping[int, float]`, *optional*): By width, of earlier generations.
@@ -46,13 +44,9 @@ class RoundCost:
 
     def __init__(self, seconds: Mapping[int, float] | None = None, overhead: float = 0.0):
         self.overhead = overhead
-        self._level = math.log(next(iter(seconds.values()))) if seconds else 0.0
         self._round = 0
         # earlier generations may have run at another speed: what they say is soon stale
-        self._widths = {
-            width: _Width(deque([math.log(value) - self._level], maxlen=SAMPLES), -STALE // 2, is_sure=True)
-            for width, value in (seconds or {}).items()
-        }
+        self._widths = {width: _Width(math.log(value), 2, -STALE // 2) for width, value in (seconds or {}).items()}
         self._curve: list[float] = []
 
     def observe(self, width: int, forward_seconds: float, other_seconds: float) -> None:
@@ -65,17 +59,17 @@ class RoundCost:
         """
         seen = math.log(max(forward_seconds, 1e-9))
         if not self._widths:
-            self._level, self.overhead = seen, other_seconds
-        known = self._widths.get(width)
-        if known is None:
-            known = self._widths[width] = _Width(deque(maxlen=SAMPLES))
-        else:
-            surprise = seen - self._level - median_low(known.samples)
-            self._level += LEVEL_RATE * min(max(surprise, -LEAP), LEAP)
-            known.is_sure = True
+            self.overhead = other_seconds
+        known = self._widths.setdefault(width, _Width(seen))
+        surprise = min(max(seen - known.mean, -LEAP), LEAP)
+        if abs(surprise) > QUIET:
+            for other in self._widths.values():
+                other.mean += 0.0 if other is known else RATE * (surprise - math.copysign(QUIET, surprise))
+        known.count += 1
+        # the first forward of a width may be slow because it is the first
+        known.mean = min(seen, known.mean) if known.count == 2 else known.mean + max(RATE, 1 / known.count) * surprise
         self._round += 1
         known.last_round = self._round
-        known.samples.append(seen - self._level)
         rate = OVERHEAD_RATE if other_seconds < 2 * self.overhead else OVERHEAD_RATE / 4  # an outlier, most likely
         self.overhead += rate * (other_seconds - self.overhead)
         self._curve = []
@@ -83,14 +77,12 @@ class RoundCost:
     @property
     def measured(self) -> dict[int, float]:
         """Seconds by width, as measured."""
-        return {
-            width: math.exp(self._level + median_low(self._widths[width].samples)) for width in sorted(self._widths)
-        }
+        return {width: math.exp(self._widths[width].mean) for width in sorted(self._widths)}
 
     def age(self, width: int) -> float:
-        """Rounds since a forward was so wide; infinite before the second one, as the first may have been an outlier."""
+        """Rounds since a forward was so wide; infinite before the second one."""
         known = self._widths.get(width)
-        return math.inf if known is None or not known.is_sure else self._round - known.last_round
+        return math.inf if known is None or known.count < 2 else self._round - known.last_round
 
     def curve(self, longest: int) -> list[float]:
         """
@@ -99,8 +91,9 @@ class RoundCost:
             All zero before the first round.
         """
         if len(self._curve) <= longest:
+            # of two that contradict each other, the one that was seen more and later is right
             weights = [
-                len(known.samples) * 0.5 ** ((self._round - known.last_round) / STALE)
+                min(known.count, 5) * 0.5 ** ((self._round - known.last_round) / STALE)
                 for _, known in sorted(self._widths.items())
             ]
             self._curve = _through(self.measured, weights, longest)
@@ -111,14 +104,14 @@ class RoundCost:
 class _Width:
     """
     Args:
-        samples (`deque[float]`): Logarithms of seconds, relative to the level of their time.
-        last_round (`int`): When the last one was taken.
-        is_sure (`bool`): There was more than one.
+        mean (`float`): Running mean of the logarithm of seconds.
+        count (`int`): Of forwards.
+        last_round (`int`): When the last one was made.
     """
 
-    samples: deque[float]
+    mean: float
+    count: int = 0
     last_round: int = 0
-    is_sure: bool = False
 
 
 def _through(points: dict[int, float], weights: Sequence[float], longest: int) -> list[float]:

@@ -24,6 +24,7 @@ EXPLORING_FORWARDS, EXPLORING_SHARE = 2.0, 0.01
 PROPOSING_SHARE = 0.03  # most of a forward's time for proposals that are only scored
 FIRST_DRAFT, PROBE_DRAFT = 4, 3  # tokens from a model of which nothing is known, and from one that was off
 FIRST_WAIT, LONGEST_WAIT = 16, 1024  # rounds between two probes of a drafting model; each one in vain doubles them
+PROMISING = 0.05  # more of the acceptance vector's first entry
 STEP_RATE, SAVING_RATE = 0.3, 0.1
 
 
@@ -36,12 +37,14 @@ class ModelPrice:
         begin_seconds, step_seconds (`float`, *optional*): Of catching up with the text, and of one step.
         wait (`int`): Rounds to let go by before it is probed.
         idle_rounds (`int`): Rounds since it was last asked.
+        probed_at (`float`): How likely its first token was thought to be right at its last probe.
     """
 
     begin_seconds: float = 0.0
     step_seconds: float | None = None
     wait: int = FIRST_WAIT
     idle_rounds: int = 0
+    probed_at: float = 1.0
 
     def of(self, length: int) -> float:
         """Seconds for so many tokens, the first of which comes with the catching up."""
@@ -126,14 +129,18 @@ class GoodputSchedule(Schedule):
         without = self._best(self._totals(rows, known))
         draft = self._best_draft(drafter.name, len(rows), price)
         if draft.rate > without.rate:
-            price.wait, price.idle_rounds = FIRST_WAIT, 0
+            price.wait, price.idle_rounds, price.probed_at = FIRST_WAIT, 0, 1.0
             if self._cuts and drafter.stops:
                 return Ask(self._max_nodes, least_gain=draft.rate * price.step_seconds)
             return Ask(draft.num_nodes)
         price.idle_rounds += 1
-        if price.idle_rounds < price.wait or self._best_draft(None, len(rows), price).rate <= without.rate:
-            return Ask(0)  # too early, or even a draft that is right throughout would not pay
-        price.wait, price.idle_rounds = min(2 * price.wait, LONGEST_WAIT), 0
+        first = self._acceptance.vector(drafter.name, 1)
+        was_right = first > price.probed_at + PROMISING  # at its last probe: then it is soon asked again
+        is_due = was_right or price.idle_rounds >= price.wait
+        if not is_due or not self._can_pay(price, len(rows), without.rate):
+            return Ask(0)
+        price.wait = FIRST_WAIT if was_right else min(2 * price.wait, LONGEST_WAIT)
+        price.idle_rounds, price.probed_at = 0, first
         return Ask(min(PROBE_DRAFT, self._max_nodes))
 
     def _may_propose(self) -> bool:
@@ -146,17 +153,22 @@ class GoodputSchedule(Schedule):
                 self._quiet_rounds = 0
         return self._proposes
 
-    def _best_draft(self, name: str | None, num_rows: int, price: ModelPrice) -> Best:
-        """The best length of a model's draft, by its acceptance vector; without a name, of a draft that is right."""
+    def _best_draft(self, name: str, num_rows: int, price: ModelPrice) -> Best:
+        """The best length of a model's draft, by its acceptance vector."""
         best, chance, tokens = Best(), 1.0, 1.0
         for length in range(1, self._max_nodes + 1):
-            chance *= 1.0 if name is None else self._acceptance.vector(name, length)
+            chance *= self._acceptance.vector(name, length)
             tokens += chance**num_rows if self._together else chance
             seconds = self._round_seconds(length) + price.of(length)
             rate = num_rows * tokens / seconds if seconds else 0.0
             if rate > best.rate:
                 best = Best(length, num_rows * tokens, seconds, rate)
         return best
+
+    def _can_pay(self, price: ModelPrice, num_rows: int, rate: float) -> bool:
+        """Whether a model could beat `rate` at all, if it were always right and verifying cost nothing."""
+        plain = self._round_seconds(0)
+        return any(num_rows * (1 + length) > rate * (plain + price.of(length)) for length in (1, self._max_nodes))
 
     # ------------------------------------------------------------------ after drafting
 
@@ -204,7 +216,10 @@ class GoodputSchedule(Schedule):
             for width in EXPLORED_WIDTHS
             if width <= len(totals) and width - 1 != best.num_nodes and self.cost.age(width) > STALE
         }
-        if not losses or not self.cost.measured:
+        measured = self.cost.measured
+        if measured and 1 not in measured:
+            return 0  # what all others are compared with, and the cheapest
+        if not losses or not measured:
             return None
         num_nodes = min(losses, key=lambda nodes: losses[nodes])
         allowed = self._free_forwards * self._round_seconds(0) + EXPLORING_SHARE * self._elapsed
