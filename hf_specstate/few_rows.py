@@ -9,7 +9,6 @@ The model is left alone: forwards go through a *view* of it, which shares all we
 linear modules. No other thread sees it, and nothing has to be put back when a call is interrupted.
 """
 
-import copy
 import time
 from collections.abc import Callable
 from threading import Lock
@@ -170,13 +169,16 @@ def _kind(weight: torch.Tensor) -> tuple:
 
 
 def _view(module: nn.Module, groups: dict[tuple, AlikeLinears], made: dict[int, nn.Module]) -> Any:
-    """Copies the modules, each once, but nothing that they hold."""
-    if id(module) not in made:
-        view = made[id(module)] = copy.copy(module)
-        view._modules = {
-            name: None if child is None else _view(child, groups, made) for name, child in module._modules.items()
-        }
-        if _is_dense(module):
-            view.__class__ = FewRowsLinear
-            view.__dict__["alike"] = groups[_kind(cast(nn.Linear, module).weight)]
-    return made[id(module)]
+    """Copies the modules that change and those around them, each once, but nothing that they hold."""
+    if id(module) in made:
+        return made[id(module)]
+    children = {name: None if child is None else _view(child, groups, made) for name, child in module._modules.items()}
+    is_dense = _is_dense(module)
+    if not is_dense and all(view is module._modules[name] for name, view in children.items()):
+        made[id(module)] = module
+        return module
+    view = made[id(module)] = object.__new__(FewRowsLinear if is_dense else type(module))
+    view.__dict__.update(module.__dict__, _modules=children)
+    if is_dense:
+        view.__dict__["alike"] = groups[_kind(cast(nn.Linear, module).weight)]
+    return view

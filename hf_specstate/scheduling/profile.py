@@ -113,8 +113,10 @@ class SpecProfile:
         if any(not 0 < value < 1e6 for value in (*self._seconds, *self._seconds.values())) or not self._overhead >= 0:
             raise ValueError("there are no such times")
         for source, confidence, depth, *numbers in content["acceptance"]:
-            Tally(*numbers)  # checks them
-            self._tallies[str(source), int(confidence), int(depth)] = [float(number) for number in numbers]
+            prior, seen, happened, expected = map(float, numbers)
+            if not (prior > 0 and 0 <= happened <= seen and 0 <= expected <= seen < 1e9):
+                raise ValueError("there is no such acceptance")
+            self._tallies[str(source), int(confidence), int(depth)] = [prior, seen, happened, expected]
 
 
 def _what_fits(model: PreTrainedModel, rows: int) -> dict[str, Any]:
