@@ -145,7 +145,8 @@ class Run:
             todo = batches(self.questions, batch_size)
             plans = self._ready(todo[0])
             repeats = range(max((plan.repeats for plan in plans), default=0))
-            passes = [(batch, repeat, order(plans, batch, repeat)) for batch in todo for repeat in repeats]
+            # every question once before any twice: the repeats lie far apart, and a run that is cut short has them all
+            passes = [(batch, repeat, order(plans, batch, repeat)) for repeat in repeats for batch in todo]
             total = sum(
                 not self._is_done(plan, batch, repeat) for batch, repeat, in_order in passes for plan in in_order
             )
