@@ -3,7 +3,7 @@ OLDEST := transformers==5.20.0
 # torch goes first and pinned: an open range would resolve to gigabytes of CUDA.
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)",/\1/p' pyproject.toml)
 
-.PHONY: venv demo test test-slow test-oldest eval eval-smoke eval-peers style format clean
+.PHONY: venv demo test test-slow test-oldest eval eval-schedule eval-smoke eval-peers style format clean
 
 venv: .venv/.installed
 
@@ -50,6 +50,15 @@ eval-smoke: venv
 		.venv/bin/python -m eval.report $(SMOKE)/tiny.jsonl $(SMOKE)/embedded.jsonl --out $(SMOKE)/report && \
 		grep -q "speed-up" $(SMOKE)/report/report.md && grep -q "Equality" $(SMOKE)/report/report.md; \
 	fi
+
+# What the schedule is worth: near which setting it comes, how soon it reacts, what it costs where nothing can pay. For instance
+# ARGS="--data QUESTIONS.jsonl"; about half an hour, alone on the machine.
+SCHEDULE := eval/results/schedule
+eval-schedule: venv
+	.venv/bin/python -m eval.schedule_plot --out $(SCHEDULE)
+	.venv/bin/python -m eval.hindsight --out $(SCHEDULE) $(ARGS)
+	.venv/bin/python -m eval.reaction --out $(SCHEDULE) $(ARGS)
+	.venv/bin/python -m eval.no_regret --out $(SCHEDULE) $(ARGS)
 
 # Packages by others to compare with. dejavuu asks for Python 3.13 and runs on 3.11, so it cannot be an extra; what the two
 # need and is not here already follows.

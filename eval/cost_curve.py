@@ -1,7 +1,7 @@
 """What a forward of several tokens costs on this machine, compared with one of a single token."""
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,12 @@ REPEATS = 11
 
 
 def cost_curve(
-    model: PreTrainedModel, known: set[tuple[int, int]], repeats: int = REPEATS, tokens: range = TOKENS
+    model: PreTrainedModel,
+    known: set[tuple[int, int]],
+    repeats: int = REPEATS,
+    tokens: Sequence[int] = TOKENS,
+    all_rows: Sequence[int] = ROWS,
+    call: Callable[..., Any] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """
     Times forwards as verification makes them: with logits for every token, on a filled cache. Each size is timed once
@@ -29,16 +34,17 @@ def cost_curve(
         model (`PreTrainedModel`): The target.
         known (`set[tuple[int, int]]`): Rows and tokens that need not be timed.
         repeats (`int`): Rounds; the median counts.
-        tokens (`range`): Sizes.
+        tokens (`list[int]`), all_rows (`list[int]`): Sizes.
+        call (`Callable`, *optional*): Makes the forwards, if not the model itself.
 
     Yields:
         `dict`: A `cost_curve` line for every size.
     """
-    for rows in ROWS:
+    for rows in all_rows:
         sizes = [size for size in tokens if (rows, size) not in known]
         if not sizes:
             continue
-        timed = _Forwards(model, rows)
+        timed = _Forwards(model, rows, call or model)
         seconds: dict[int, list[float]] = {size: [] for size in sizes}
         for repeat in tqdm(range(repeats + 1), desc=f"cost of forwards, {rows} row(s)", leave=False):
             for size in sizes:
@@ -53,8 +59,8 @@ def cost_curve(
 class _Forwards:
     """Forwards on one cache, which is cut back after each of them."""
 
-    def __init__(self, model: PreTrainedModel, rows: int):
-        self._model = model
+    def __init__(self, model: PreTrainedModel, rows: int, call: Callable[..., Any]):
+        self._call = call
         self._device = device_of(model)
         self._clock = make_clock(self._device)
         vocab_size = model.config.get_text_config(decoder=True).vocab_size
@@ -71,7 +77,7 @@ class _Forwards:
     def forward(self, tokens: int) -> float:
         ids = self._ids[:, CONTEXT : CONTEXT + tokens]
         start = self._clock.mark()
-        self._model(input_ids=ids, use_cache=True, **{self._name: self._cache})
+        self._call(input_ids=ids, use_cache=True, **{self._name: self._cache})
         end = self._clock.mark()
         self._cache.crop(-tokens)
         return self._clock.seconds(start, end)

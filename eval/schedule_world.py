@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_specstate import TokenTree
@@ -38,8 +38,7 @@ class PlayedRound:
 def play(
     cost: CostModel,
     batch_size: int,
-    chance: Callable[[int], float],
-    rounds: int,
+    chances: Sequence[float],
     max_nodes: int = 15,
     confidence: float | None = None,
     seed: int = 0,
@@ -50,8 +49,7 @@ def play(
     Args:
         cost ([`CostModel`]): Of forwards.
         batch_size (`int`): Rows, each drafting a chain.
-        chance (`Callable[[int], float]`): The true chance in each round.
-        rounds (`int`): How many.
+        chances (`list[float]`): The true chance in each round.
         max_nodes (`int`, *optional*, defaults to 15): Of a row.
         confidence (`float`, *optional*): What the drafter believes; defaults to the truth in the first round.
         seed (`int`, *optional*, defaults to 0): Of the luck.
@@ -63,9 +61,8 @@ def play(
     rows = list(range(batch_size))
     places = [0] * batch_size  # the text of every row is 1, 2, 3 ...
     played = []
-    for number in range(rounds):
-        truth = chance(number)
-        belief = chance(0) if confidence is None else confidence
+    for truth in chances:
+        belief = chances[0] if confidence is None else confidence
         trees, judged = {}, {}
         for row in rows:
             right = next((place for place in range(max_nodes) if luck.random() >= truth), max_nodes)

@@ -11,6 +11,7 @@ from families import FAMILIES, VOCAB, noisy_copy, tiny
 import hf_specstate
 from examples.bigram_drafter import BigramDrafter
 from hf_specstate import DRAFTERS
+from hf_specstate.config import SCHEDULES
 
 NEW_TOKENS = 32
 SEEDS = 40  # texts tried until one cell has seen both outcomes
@@ -71,3 +72,31 @@ def test_same_text_as_plain_generate(drafters, family, tree, batch, sampled):
         if accepted and rejected:
             return
     pytest.fail(f"{accepted} drafted tokens accepted and {rejected} rejected in {SEEDS} texts: nothing was shown")
+
+
+@pytest.mark.goodput
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("assisted", [False, True], ids=["no assistant", "assistant"])
+@pytest.mark.parametrize("batch", [False, True], ids=["row", "batch"])
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_same_text_under_every_schedule(schedule, assisted, batch, sampled):
+    drafted = 0
+    for seed in range(6):
+        plain, model = tiny("llama", seed=seed), hf_specstate.enable(tiny("llama", seed=seed))
+        inputs = make_inputs(model, batch, seed)
+        options = {"max_new_tokens": NEW_TOKENS, "do_sample": sampled, "temperature": 0.3 if sampled else None}
+        torch.manual_seed(seed)
+        expected = plain.generate(**inputs, **options)
+        torch.manual_seed(seed)
+        out = model.generate(
+            **inputs,
+            **options,
+            assistant_model=noisy_copy(plain, noise=0.1) if assisted else None,
+            spec_config={"schedule": schedule, "strict": True, "lockstep": sampled},
+            return_spec_states=True,
+        )
+        assert out.sequences.tolist() == expected.tolist()
+        drafted += sum(sequence.num_drafted for sequence in out.spec_states)
+        decisions = {spec_round.decision for sequence in out.spec_states for spec_round in sequence.rounds[1:]}
+        assert (decisions == {None}) == (schedule != "goodput")
+    assert drafted

@@ -6,25 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from eval.cost_models import GpuFlat, Steep
+from eval.cost_models import CpuLike, GpuFlat, Steep
 from eval.schedule_world import OVERHEAD, chain, play
 from hf_specstate import TokenTree
 from hf_specstate.drafting import ModelRuns
 from hf_specstate.scheduling import Acceptance, Ask, GoodputSchedule, RoundCost, RoundTimes
 from hf_specstate.scheduling.goodput import WIDTHS
 
-
-class Cpu:
-    """Two tokens cost much more than one, sixteen hardly more than two."""
-
-    name, has_seconds = "cpu", True
-    CURVE = (0, 1, 1.67, 1.8, 1.86, 1.8, 1.75, 1.7, 1.7, 1.71, 1.73, 1.75, 1.77, 1.85, 1.9, 2.0, 2.06)
-
-    def cost(self, rows: int, tokens: int) -> float:
-        return self.CURVE[min(tokens, 16)] * (1 + 0.3 * (rows - 1))
-
-
-COSTS = [GpuFlat(), Steep(), Cpu()]
+COSTS = [GpuFlat(), Steep(), CpuLike()]
 
 
 def make(max_nodes=15, rows=1, together=False, cuts=True, cost=None, acceptance=None, fixed=False) -> GoodputSchedule:
@@ -110,7 +99,7 @@ def test_a_row_without_a_draft_holds_back_the_others_in_lockstep_only():
 @pytest.mark.parametrize("chance", [0.1, 0.5, 0.9])
 def test_comes_near_the_best_size(cost, batch_size, chance):
     """Without knowing costs or chances at first, exploring included."""
-    rounds = play(cost, batch_size, lambda number: chance, rounds=150, confidence=0.5)
+    rounds = play(cost, batch_size, [chance] * 150, confidence=0.5)
     late = rounds[16:]
     reached = sum(r.expected_rate * r.seconds for r in late) / sum(r.seconds for r in late)
     assert reached >= 0.93 * late[0].best_rate
@@ -120,7 +109,7 @@ def test_comes_near_the_best_size(cost, batch_size, chance):
 @pytest.mark.parametrize(("low", "high"), [(0.1, 0.85), (0.2, 0.8), (0.05, 0.95)])
 def test_reacts_when_the_text_changes(batch_size, low, high):
     """Prose, a copied list, prose: within 10 % of each stretch's best after 16 rounds."""
-    rounds = play(Cpu(), batch_size, lambda n: high if n // 80 == 1 else low, rounds=240, confidence=0.5)
+    rounds = play(CpuLike(), batch_size, [low] * 80 + [high] * 80 + [low] * 80, confidence=0.5)
     for start in (0, 80, 160):
         late = rounds[start + 16 : start + 80]
         reached = sum(r.expected_rate * r.seconds for r in late) / sum(r.seconds for r in late)
@@ -129,14 +118,14 @@ def test_reacts_when_the_text_changes(batch_size, low, high):
 
 def test_sizes_fall_with_the_batch_and_rise_with_acceptance():
     def usual(batch_size: int, chance: float) -> int:
-        sizes = [r.num_nodes for r in play(GpuFlat(), batch_size, lambda n: chance, rounds=80)[16:]]
+        sizes = [r.num_nodes for r in play(GpuFlat(), batch_size, [chance] * 80)[16:]]
         return max(set(sizes), key=sizes.count)
 
     by_batch = [usual(batch_size, 0.8) for batch_size in (1, 4, 8, 16, 64)]
     assert by_batch == sorted(by_batch, reverse=True) and by_batch[0] == 15 and by_batch[-1] == 0
     by_chance = []
     for chance in (0.1, 0.6, 0.95):
-        sizes = [r.num_nodes for r in play(Cpu(), 1, lambda n, p=chance: p, rounds=80)[16:]]
+        sizes = [r.num_nodes for r in play(CpuLike(), 1, [chance] * 80)[16:]]
         by_chance.append(max(set(sizes), key=sizes.count))
     assert by_chance == sorted(by_chance) and by_chance[0] == 0 < by_chance[1] < by_chance[2]
 
@@ -144,7 +133,7 @@ def test_sizes_fall_with_the_batch_and_rise_with_acceptance():
 @pytest.mark.parametrize("seed", range(3))
 def test_exploring_is_bounded(seed):
     """Where nothing pays, all that is lost was exploring: two forwards, and a hundredth of the time."""
-    rounds = play(Steep(), 1, lambda number: 0.0, rounds=400, confidence=0.01, seed=seed)
+    rounds = play(Steep(), 1, [0.0] * 400, confidence=0.01, seed=seed)
     lost = sum(r.seconds for r in rounds[1:]) - (1 + OVERHEAD) * len(rounds[1:])
     assert 0 < lost <= 2.1 * (1 + OVERHEAD) + 0.011 * sum(r.seconds for r in rounds)
 

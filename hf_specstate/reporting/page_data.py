@@ -58,7 +58,7 @@ def _round(spec_round: SpecRound, place_of: dict[str, int]) -> dict[str, Any]:
         "next": _alternatives(spec_round),
         "stop": None if spec_round.stop_reason is None else ending(spec_round.stop_reason),
         "planned": spec_round.num_planned or None,
-        "expected": None if spec_round.expected_tokens is None else round(spec_round.expected_tokens, 2),
+        "why": None if spec_round.decision is None else spec_round.explain(),
         "rows": spec_round.num_rows,
         "width": spec_round.width,
         "time": [duration(part) for part in seconds] if any(seconds) else None,
