@@ -1,6 +1,7 @@
 """
 What drafting without a model costs: milliseconds to propose 15 nodes for a row and to learn from the outcome, on texts
-of the embedded model's tokenizer, with a long history from earlier calls; and the memory of that history.
+of the embedded model's tokenizer, with a long history from earlier calls; what of it goes into deciding how much to
+draft; and the memory of that history.
 
     python -m eval.proposing_cost [--data FILE.jsonl] [--history-tokens 100000] [--out FILE.md]
 
@@ -14,6 +15,7 @@ import statistics
 import sys
 import time
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +33,7 @@ from hf_specstate import DRAFTERS, DraftHistory, SpecStateConfig
 from hf_specstate.candidate_generator import SpecStateCandidateGenerator
 from hf_specstate.draft_history import HistoryOfRows
 from hf_specstate.drafting import DraftContext, DraftOutcome
-from hf_specstate.scheduling import Acceptance, ConstantLength
+from hf_specstate.scheduling import Acceptance, GoodputSchedule, RoundCost, RoundTimes
 from hf_specstate.sequences import Sequences
 
 NODES = 15
@@ -60,7 +62,9 @@ def main() -> None:
     for drafters in ([name] for name in MIXTURE):
         rows.append(timed(drafters, stream, history, len(tokenizer)))
     rows.append(timed(MIXTURE, stream, history, len(tokenizer)))
-    lines = table(["drafters", "proposing, ms (median)", "95th percentile", "learning, ms (median)"], rows)
+    lines = table(
+        ["drafters", "proposing, ms (median)", "95th percentile", "learning, ms (median)", "of these, deciding"], rows
+    )
     command = " ".join(["python -m eval.proposing_cost", *map(without_folders, sys.argv[1:])])
     per_million = 1e6 * held / len(history) / 2**20
     memory = f"{len(history):,} tokens of history take {held / 2**20:.1f} MiB, {per_million:.0f} MiB per million."
@@ -68,6 +72,27 @@ def main() -> None:
     print(text)
     if args.out is not None:
         args.out.write_text(text)
+
+
+class Stopwatch:
+    """Adds up the time of calls."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def around(self, call: Callable) -> Callable:
+        def timed_call(*args, **kwargs):
+            start = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._seconds += time.perf_counter() - start
+
+        return timed_call
+
+    def reset(self) -> float:
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
 
 def timed(names: list[str], stream: list[int], history: DraftHistory, vocab_size: int) -> list[str]:
@@ -87,9 +112,19 @@ def timed(names: list[str], stream: list[int], history: DraftHistory, vocab_size
         acceptance=Acceptance(),
         draft_history=HistoryOfRows(history, 1, 1, vocab_size),
     )
-    candidates = SpecStateCandidateGenerator(context, [DRAFTERS[name]() for name in names], ConstantLength(NODES))
+    # forwards that cost the same however wide they are: everything is drafted
+    cost = RoundCost({1: 1.0, 1 + NODES: 1.0})
+    schedule = GoodputSchedule(NODES, 1, False, False, True, context.acceptance, cost)
+    candidates = SpecStateCandidateGenerator(context, [DRAFTERS[name]() for name in names], schedule)
+    decisions = Stopwatch()
+    for owner, methods in (
+        (context.acceptance, ("estimate", "propose", "observe")),
+        (schedule, ("ask", "asked", "choose", "observe_times")),
+    ):
+        for method in methods:
+            setattr(owner, method, decisions.around(getattr(owner, method)))
     scores = torch.randn((1 + NODES, vocab_size), generator=torch.Generator().manual_seed(0))
-    proposing, learning, place = [], [], 0
+    proposing, learning, deciding, place = [], [], [], 0
     for _ in range(ROUNDS):
         start = time.perf_counter()
         [tree] = candidates.propose([0])
@@ -104,7 +139,14 @@ def timed(names: list[str], stream: list[int], history: DraftHistory, vocab_size
         start = time.perf_counter()
         candidates.observe([outcome])
         learning.append(1e3 * (time.perf_counter() - start))
-    figures = (statistics.median(proposing), statistics.quantiles(proposing, n=20)[-1], statistics.median(learning))
+        schedule.observe_times(RoundTimes(1 + len(tree), 1.0, 0.0))
+        deciding.append(1e3 * decisions.reset())
+    figures = (
+        statistics.median(proposing),
+        statistics.quantiles(proposing, n=20)[-1],
+        statistics.median(learning),
+        statistics.median(deciding),
+    )
     return [" + ".join(names), *(f"{milliseconds:.2f}" for milliseconds in figures)]
 
 

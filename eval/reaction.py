@@ -3,11 +3,11 @@ How soon the "goodput" schedule notices that a text changes: prose, then a copie
 makes the embedded model write exactly this text (its answer to a question, passages of its prompt, its answer to
 another), so all settings write the same.
 
-    python -m eval.reaction [--data FILE.jsonl] [--stretch 160] [--out FOLDER]
+    python -m eval.reaction [--data FILE.jsonl] [--stretch 300] [--out FOLDER]
 
-For every stretch, after the first 16 rounds in it: the schedule's tokens a second as a multiple of what the best fixed
-size reaches there. As in `eval.hindsight`, *priced* rates take forwards at the machine's cost curve. Alone on the
-machine.
+For every stretch: the schedule's tokens a second, after its first 16 rounds there, as a multiple of what the best fixed
+size reaches in all of it. As in `eval.hindsight`, *priced* rates take forwards at the machine's cost curve. Alone on
+the machine.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from eval.prompts import encode
 from hf_specstate.few_rows import few_rows_view
 from hf_specstate.states import SpecRound
 
-SIZES = (0, 1, 3, 7, 15)
+SIZES = (0, 3, 7, 15)
 LATE = 16  # rounds
 STRETCHES = ("prose", "copied list", "prose again")
 
@@ -52,8 +52,8 @@ class Dictation(LogitsProcessor):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="sample")
-    parser.add_argument("--stretch", type=int, default=160, help="tokens")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--stretch", type=int, default=300, help="tokens")
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     model, tokenizer = load_embedded_model()
@@ -111,7 +111,7 @@ def write(out: Path | None, played: dict[str, list[list[SpecRound]]], curve: dic
             inside = Rounds()
             for rounds in repeats:
                 here = [r for r in rounds[1:] if r.start // stretch == place]
-                inside.add([rounds[0], *here[LATE:]])
+                inside.add([rounds[0], *(here[LATE:] if name == SCHEDULE else here)])
             rates[name] = (inside.priced(curve), inside.measured())
         row = [title]
         for kind in (0, 1):

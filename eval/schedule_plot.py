@@ -41,14 +41,9 @@ def main() -> int:
 
 
 def write(out: Path | None, usual: dict[tuple[str, int, float], tuple[int, int, float]]) -> None:
-    lines = [
-        "`python -m eval.schedule_plot`",
-        "",
-        "**Simulated.** Usual size of drafts / the best one, and the share of its",
-    ]
-    lines += [
-        "tokens per second that is reached, exploring included. Drafts are believed to be right half of the time at first."
-    ]
+    lines = ["`python -m eval.schedule_plot`", ""]
+    lines += ["**Simulated.** Usual size of drafts / the best one, and the share of its tokens per second that is"]
+    lines += ["reached, exploring included. At first, drafts are believed to be right half of the time."]
     for model in MODELS:
         rows = []
         for chance in CHANCES:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 MOST_ROWS = 64
 DTYPES = (torch.float32, torch.bfloat16)
-TIMED_BYTES = 2**25  # of weights of one shape: more than the processor's cache holds, as in a forward
+TIMED_BYTES = 2**26  # of weights of one shape: more than processors cache, as in a forward
 WORTHWHILE = 0.9  # of the usual product's time, from which another one is used
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]

@@ -60,7 +60,8 @@ def test_the_others_are_explained_too():
     choice = dict(expected_tokens=2.1, expected_seconds=0.04, considered_tokens=2.1, considered_cost=1.5)
     best = SpecRound(3, 5, **common, **choice, decision="best", verify_seconds=0.05)
     assert best.explain() == (
-        "2 nodes, best: 2.10 expected tokens, in 40 ms (2.10 expected tokens at 1.50x cost); 2 tokens came of it in 50 ms"
+        "2 nodes, best: 2.10 expected tokens, in 40 ms (2.10 expected tokens at 1.50x cost); "
+        "2 tokens came of it in 50 ms"
     )
     assert "to measure such a forward" in SpecRound(3, 5, **common, **choice, decision="explore").explain()
     assert SpecRound(3, 5, **common).explain() == "2 of at most 8 nodes: 2 tokens came of it"

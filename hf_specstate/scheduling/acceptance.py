@@ -71,13 +71,14 @@ class Acceptance:
     def estimate(self, row: int, tree: TokenTree) -> list[float]:
         """For every node of `tree`, the chance that it is accepted if its parent is."""
         chances, sums = [], dict.fromkeys(tree.parents, 0.0)
-        for node, depth in enumerate(tree.depths):
-            odds = _log_odds(acceptance(tree, node))
-            for level, kind, _ in self._levels(row, tree.sources[node], acceptance(tree, node), depth):
+        for node, (parent, source, depth) in enumerate(zip(tree.parents, tree.sources, tree.depths, strict=True)):
+            confidence = acceptance(tree, node)
+            odds = _log_odds(confidence)
+            for level, kind, _ in self._levels(row, source, confidence, depth):
                 tally = level.get(kind)
                 odds += tally.shift if tally is not None else 0.0
             chances.append(_chance(odds))
-            sums[tree.parents[node]] += chances[-1]
+            sums[parent] += chances[-1]
         # one position has one token
         return [chance / max(1.0, sums[parent]) for chance, parent in zip(chances, tree.parents, strict=True)]
 
