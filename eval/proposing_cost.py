@@ -114,7 +114,7 @@ def timed(names: list[str], stream: list[int], history: DraftHistory, vocab_size
     )
     # forwards that cost the same however wide they are: everything is drafted
     cost = RoundCost({1: 1.0, 1 + NODES: 1.0})
-    schedule = GoodputSchedule(NODES, 1, False, False, True, context.acceptance, cost)
+    schedule = GoodputSchedule(NODES, False, False, True, context.acceptance, cost)
     candidates = SpecStateCandidateGenerator(context, [DRAFTERS[name]() for name in names], schedule)
     decisions = Stopwatch()
     for owner, methods in (

@@ -57,7 +57,7 @@ def play(
     luck = random.Random(seed)
     unit = cost.cost(batch_size, 1)
     acceptance = Acceptance()
-    schedule = GoodputSchedule(max_nodes, batch_size, False, False, True, acceptance, RoundCost())
+    schedule = GoodputSchedule(max_nodes, False, False, True, acceptance, RoundCost())
     rows = list(range(batch_size))
     places = [0] * batch_size  # the text of every row is 1, 2, 3 ...
     played = []

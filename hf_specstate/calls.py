@@ -27,7 +27,18 @@ from .drafting.early_exit import early_exit_view
 from .model_support import ModelSupport, probe
 from .recording import Recorder, SpecStreamer
 from .row_cache import has_fixed_slots
-from .scheduling import Acceptance, GoodputSchedule, SpecProfile, make_schedule
+from .scheduling import (
+    Acceptance,
+    GoodputSchedule,
+    Place,
+    RoundCost,
+    Schedule,
+    SpecProfile,
+    make_schedule,
+    place_of,
+    recall_cost,
+    remember_cost,
+)
 from .selection import is_stateless
 from .sequences import Sequences
 from .stopping import STATELESS_CRITERIA
@@ -154,10 +165,10 @@ def decode(
     support = _support(model, input_ids, generation_config, model_kwargs)
     if generation_config.assistant_early_exit is not None:
         assistant_model = early_exit_view(model, generation_config.assistant_early_exit)
-    alike = assistant_model is None or speak_alike(tokenizer, assistant_tokenizer)
     config = call.with_assistant(assistant_model)
     batch_size = input_ids.shape[0]
-    tallies, cost = ({}, None) if call.spec_profile is None else call.spec_profile.begin(model, batch_size)
+    place = place_of(model, batch_size, config.few_rows, has_fixed_slots(model_kwargs[CACHE_NAME]))
+    acceptance, cost = _known(call, model, assistant_model, place)
     context = DraftContext(
         model=model,
         sequences=_sequences(model, input_ids, generation_config, model_kwargs),
@@ -169,17 +180,15 @@ def decode(
         inputs_tensor=inputs_tensor,
         assistant_model=assistant_model,
         tokenizer=tokenizer,
-        assistant_tokenizer=None if alike else assistant_tokenizer,
+        assistant_tokenizer=_other(assistant_tokenizer, tokenizer, assistant_model),
         draft_history=_history(model, call, generation_config, batch_size),
-        acceptance=Acceptance(tallies),
+        acceptance=acceptance,
     )
     drafters = _make_drafters(context)
     # every drafter is asked, as it may refuse the call
     needs_lockstep = [config.lockstep, support.rows == "lockstep", *(d.needs_lockstep(context) for d in drafters)]
-    needs_lockstep.append(_needs_lockstep(logits_processor, stopping_criteria))
-    together = batch_size == 1 or any(needs_lockstep)
-    fixed_slots = has_fixed_slots(model_kwargs[CACHE_NAME])
-    schedule = make_schedule(context, together, fixed_slots, cost)
+    together = batch_size == 1 or any(needs_lockstep) or _needs_lockstep(logits_processor, stopping_criteria)
+    schedule = make_schedule(context, together, place.fixed_slots, cost)
     clock, recorder = _recorder(call, config, context.sequences, schedule.wants_times)
     width = config.tree_width if support.tree and config.acceptance == "match" else 1
     output = SpeculativeDecoding(
@@ -196,11 +205,40 @@ def decode(
         clock=clock,
         recorder=recorder,
     ).run(input_ids)
-    if call.spec_profile is not None and isinstance(schedule, GoodputSchedule):
-        call.spec_profile.learn(model, batch_size, context.acceptance, schedule.cost)
-    if context.draft_history is not None:
-        context.draft_history.add([context.draftable(context.sequences.unpadded(row)) for row in range(batch_size)])
+    _remember(call, context, place, schedule)
     return output
+
+
+def _remember(call: SpecCall, context: DraftContext, place: Place, schedule: Schedule) -> None:
+    """What outlives the generation: what its forwards cost, and, where the user asked for it, what was learned."""
+    if isinstance(schedule, GoodputSchedule):
+        remember_cost(context.model, place, schedule.cost)
+        if call.spec_profile is not None:
+            learned = (context.acceptance, schedule.cost)
+            call.spec_profile.learn(context.model, context.assistant_model, place, *learned)
+    if context.draft_history is not None:
+        rows = range(context.sequences.batch_size)
+        context.draft_history.add([context.draftable(context.sequences.unpadded(row)) for row in rows])
+
+
+def _known(
+    call: SpecCall, model: PreTrainedModel, assistant_model: PreTrainedModel | None, place: Place
+) -> tuple[Acceptance, RoundCost]:
+    """What earlier generations have shown: the profile's, or of costs the model's own."""
+    acceptance, cost = Acceptance(), None
+    if call.spec_profile is not None:
+        acceptance, cost = call.spec_profile.begin(model, assistant_model, place)
+    return acceptance, cost or recall_cost(model, place)
+
+
+def _other(
+    assistant_tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    assistant_model: PreTrainedModel | None,
+) -> PreTrainedTokenizerBase | None:
+    """The assistant's tokenizer, if it is another one."""
+    alike = assistant_model is None or speak_alike(tokenizer, assistant_tokenizer)
+    return None if alike else assistant_tokenizer
 
 
 def _support(

@@ -118,7 +118,8 @@ class SpecStateCandidateGenerator(CandidateGenerator):
         for row, (max_nodes, max_depth) in limits.items():
             nodes, before = min(max_nodes, ask.max_nodes), known.get(row, TokenTree())
             tokens = self.context.sequences.tokens[row]
-            requests.append(DraftRequest(row, tokens, nodes, max_depth, width or nodes, before, ask.least_gain))
+            limit = (ask.least_gain, ask.together)
+            requests.append(DraftRequest(row, tokens, nodes, max_depth, width or nodes, before, *limit))
         began = time.perf_counter()
         found = self._guarded(drafter, self._proposals, drafter, requests)
         self.schedule.asked(drafter, time.perf_counter() - began)
@@ -180,6 +181,8 @@ class SpecStateCandidateGenerator(CandidateGenerator):
             `torch.LongTensor` of shape `(1, candidate_length)`, the tokens with a draft behind them, and `None` for its
             logits: the loop then samples from the target and compares, which is exact for any draft.
         """
+        if self.schedule.wants_times:
+            raise ValueError(f"{type(self.schedule).__name__} needs this package's own loop: nothing is timed here.")
         sequences = self.context.sequences
         for token in input_ids[0, sequences.length(0) :].tolist():
             sequences.commit(0, token)

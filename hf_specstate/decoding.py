@@ -115,7 +115,7 @@ class SpeculativeDecoding:
     def first_round(self, outputs: ModelOutput) -> None:
         """Round 0 takes the token that the prefill gives; there was nothing to draft or verify."""
         no_drafts = [TokenTree() for _ in self.finished]
-        self.verified = self.clock.mark()
+        self.launched, self.verified = self.drafted, self.clock.mark()
         self.collector.prefill(outputs)
         try:
             self.walk(outputs, no_drafts)
@@ -271,7 +271,9 @@ class SpeculativeDecoding:
         self.ended = self.clock.mark()
         if self.recorder is not None and outcomes:
             rounds = {outcome.row: self.spec_round(outcome) for outcome in outcomes}
-            self.recorder.add(rounds, (self.began, self.drafted, self.verified, self.ended), self.selection, outputs)
+            self.recorder.add(
+                rounds, (self.began, self.drafted, self.launched, self.verified, self.ended), self.selection, outputs
+            )
         self.num_rounds += 1
         return outcomes
 
@@ -312,6 +314,7 @@ class SpeculativeDecoding:
             "decision": choice.why,
             "expected_tokens": choice.expected_tokens[row],
             "expected_seconds": choice.expected_seconds or None,
+            "considered_nodes": choice.considered_nodes,
             "considered_tokens": choice.considered_tokens,
             "considered_cost": choice.considered_cost,
         }
@@ -319,8 +322,10 @@ class SpeculativeDecoding:
     def learn(self, outcomes: list[DraftOutcome]) -> None:
         """Tells drafters and schedule how it went."""
         if self.candidates.schedule.wants_times and self.num_rounds > 1:  # the prefill is none of its business
-            # the tokens that the target chose have been read, so the clock need not wait for its forward
-            forward = self.clock.seconds(self.launched, self.verified)
+            # The tokens that the target chose have been read, so the clock need not wait for its forward. Where it only
+            # knows when the forward was launched, that reading is what has waited for it.
+            is_exact = self.sequences.device.type in ("cpu", "cuda")
+            forward = self.clock.seconds(self.launched, self.verified if is_exact else self.ended)
             other = time.perf_counter() - self.host_began - forward
             width = self.selection.logits.shape[1]
             self.candidates.schedule.observe_times(RoundTimes(width, forward, max(other, 0.0)))

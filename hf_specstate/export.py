@@ -27,6 +27,7 @@ ROUND_FIELDS = {
     "decision": (0, "string"),
     "expected_tokens": (0, "float32"),
     "expected_seconds": (0, "float64"),
+    "considered_nodes": (0, "int32"),
     "considered_tokens": (0, "float32"),
     "considered_cost": (0, "float32"),
     "stop_reason": (0, "string"),

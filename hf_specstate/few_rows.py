@@ -72,7 +72,8 @@ class FewRowsLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         rows = input.numel() // self.in_features
-        product = self.alike.product(rows) if rows and input.dtype == self.weight.dtype else linear
+        is_plain = rows and input.dtype == self.weight.dtype and not torch.is_autocast_enabled("cpu")
+        product = self.alike.product(rows) if is_plain else linear
         if product is linear:
             return linear(input, self.weight, self.bias)
         return product(input.reshape(rows, -1), self.weight, self.bias).reshape(*input.shape[:-1], -1)
@@ -104,8 +105,11 @@ class FewRowsView:
 def few_rows_view(model: PreTrainedModel) -> FewRowsView | None:
     """
     The model with faster products. None where there is nothing to gain: without dense float32 or bfloat16 `nn.Linear`
-    modules on the CPU, or with weights that accelerate moves about.
+    modules on the CPU, or with weights that accelerate moves about; and under tensor parallelism, where ranks with
+    different products would come to different tokens.
     """
+    if (getattr(model, "tp_size", None) or 1) > 1:
+        return None
     if any(hasattr(module, "_hf_hook") for module in model.modules()):
         return None
     groups: dict[tuple, list[nn.Linear]] = {}
@@ -121,7 +125,9 @@ def _fastest_product(modules: list[nn.Linear], rows: int) -> Product:
     product = _choices.get(key)
     if product is None:
         with _lock:
-            product = _choices[key] = _measure(modules, most)
+            if key not in _choices:
+                _choices[key] = _measure(modules, most)
+            product = _choices[key]
     return product
 
 

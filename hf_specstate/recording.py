@@ -45,7 +45,7 @@ class RoundOnDevice:
 
     Args:
         rounds (`dict[int, SpecRound]`): By row; lacks what is below.
-        marks (`tuple`): Points in time: begin, drafted, verified, end.
+        marks (`tuple`): Points in time: begin, drafted, launched, verified, end.
         answer_ids (`torch.LongTensor` of shape `(batch_size, width)`): Argmax of the raw logits.
         logprobs (`torch.FloatTensor` of shape `(batch_size, max_nodes)`): Of the drafted tokens.
         top_logprobs, top_token_ids (`torch.Tensor` of shape `(batch_size, width, k)`, *optional*)
@@ -54,7 +54,7 @@ class RoundOnDevice:
     """
 
     rounds: dict[int, SpecRound]
-    marks: tuple[Any, Any, Any, Any]
+    marks: tuple[Any, Any, Any, Any, Any]
     answer_ids: torch.Tensor
     logprobs: torch.Tensor
     top_logprobs: torch.Tensor | None = None
@@ -90,14 +90,18 @@ class Recorder:
         self._bytes = 0
 
     def add(
-        self, rounds: dict[int, SpecRound], marks: tuple[Any, Any, Any, Any], selection: Selection, outputs: ModelOutput
+        self,
+        rounds: dict[int, SpecRound],
+        marks: tuple[Any, Any, Any, Any, Any],
+        selection: Selection,
+        outputs: ModelOutput,
     ) -> None:
         """
         Records one forward.
 
         Args:
             rounds (`dict[int, SpecRound]`): By row, as far as the host knows them.
-            marks (`tuple`): Points in time: begin, drafted, verified, end.
+            marks (`tuple`): Points in time: begin, drafted, launched, verified, end.
             selection ([`Selection`]): With the raw logits, in float32.
             outputs (`ModelOutput`): Of the forward; a prefill answers in its last place only.
         """
@@ -167,7 +171,8 @@ class Recorder:
             _fetch_tensors(recorded)
 
     def _fetch_seconds(self, recorded: RoundOnDevice) -> None:
-        parts = zip(recorded.marks, recorded.marks[1:], strict=False)
+        began, drafted, launched, verified, ended = recorded.marks
+        parts = ((began, drafted), (launched, verified), (verified, ended))
         draft, verify, other = (self._clock.seconds(start, end) for start, end in parts)
         for spec_round in recorded.rounds.values():
             spec_round.draft_seconds, spec_round.verify_seconds, spec_round.other_seconds = draft, verify, other

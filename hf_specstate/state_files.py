@@ -15,7 +15,7 @@ from .states import SpecRound, SpecSequence, SpecStates
 FORMAT = "hf_specstate.spec_states"
 VERSION = 2
 # one number a round
-INTEGERS = ("index", "start", "added_token_id", "num_planned", "num_rows", "width")
+INTEGERS = ("index", "start", "added_token_id", "num_planned", "considered_nodes", "num_rows", "width")
 OPTIONAL_FLOATS = ("expected_tokens", "expected_seconds", "considered_tokens", "considered_cost")
 FLOATS = (*OPTIONAL_FLOATS, "draft_seconds", "verify_seconds", "other_seconds")
 # several numbers a round
@@ -82,6 +82,8 @@ def from_bytes(data: bytes, name: str = "these bytes") -> SpecStates:
         ValueError: it is damaged, cut short, of a newer version, or none of ours.
     """
     header, tensors = unpack(data, FORMAT, VERSION, "speculative states", name)
+    if "decisions" not in header:
+        raise ValueError(f"{name} was written by an older version of this package (format 1).")
     try:
         return _build(header, tensors)
     except (ValueError, KeyError, IndexError, TypeError, RuntimeError) as error:
@@ -90,7 +92,8 @@ def from_bytes(data: bytes, name: str = "these bytes") -> SpecStates:
 
 def _build(header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> SpecStates:
     columns: dict[str, list] = {name: tensors[name].tolist() for name in (*INTEGERS, *FLOATS)}
-    columns["added_token_id"] = [None if value == NONE else value for value in columns["added_token_id"]]
+    for name in ("added_token_id", "considered_nodes"):
+        columns[name] = [None if value == NONE else value for value in columns[name]]
     for name in OPTIONAL_FLOATS:
         columns[name] = [None if math.isnan(value) else value for value in columns[name]]
     for name, known in (("stop_reason", header["stop_reasons"]), ("decision", header["decisions"])):

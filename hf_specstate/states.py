@@ -49,9 +49,9 @@ class SpecRound:
             find out what such a forward costs) or `"fixed"` (decided before drafting). See [`~SpecRound.explain`].
         expected_tokens (`float`, *optional*): How many tokens the schedule expected to commit, if it estimates that.
         expected_seconds (`float`, *optional*): What it expected of `verify_seconds`, once it had seen a round.
-        considered_tokens, considered_cost (`float`, *optional*):
-            Of the best draft that there was to choose, whether it was taken or not: the tokens that it was expected to
-            commit, and its round's time as a multiple of one without a draft.
+        considered_nodes (`int`, *optional*), considered_tokens, considered_cost (`float`, *optional*):
+            Of the best draft that there was to choose, whether it was taken or not: its size (0: none was made), the
+            tokens that it was expected to commit, and its round's time as a multiple of one without a draft.
         stop_reason (`str`, *optional*):
             Why the row ended with this round: `"eos"`, `"stop_string"`, `"criterion"` for any other stopping criterion
             (`max_time` included), or `"length"`; the first of them if several did. None if it went on. (Without an
@@ -85,6 +85,7 @@ class SpecRound:
     decision: str | None = None
     expected_tokens: float | None = None
     expected_seconds: float | None = None
+    considered_nodes: int | None = None
     considered_tokens: float | None = None
     considered_cost: float | None = None
     stop_reason: str | None = None
@@ -123,7 +124,9 @@ class SpecRound:
             return f"{size} of at most {self.num_planned} nodes: {result}"
         offer = f"{self.considered_tokens:.2f} expected tokens at {self.considered_cost:.2f}x cost"
         if self.decision == "off":
-            return f"off: {offer}" if self.considered_cost != 1 else "off: nothing was drafted"
+            return (
+                f"off: {offer}" if self.considered_nodes else "off: no drafter was asked, or none had anything to say"
+            )
         why = {"best": "best", "explore": "to measure such a forward", "fixed": "fixed before drafting"}[self.decision]
         seconds = "" if self.expected_seconds is None else f", in {1e3 * self.expected_seconds:.0f} ms"
         took = f" in {1e3 * self.verify_seconds:.0f} ms" if self.verify_seconds else ""

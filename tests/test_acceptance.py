@@ -96,9 +96,19 @@ def test_what_is_not_verified_is_scored_by_the_text():
             acceptance.observe(0, [token])
     deep = acceptance.estimate(0, chain([1, 2, 3], [0.5] * 3))
     assert deep[0] > 0.7 and deep[1] > 0.55 > 0.5 > deep[2]
-    assert acceptance.vector("draft", 1) > 0.9 > 0.2 > acceptance.vector("draft", 3)
+    first, _, third = acceptance.vector("draft", 3)
+    assert first > 0.9 > 0.2 > third
 
 
 def test_vector_of_something_new_is_flat_and_middling():
-    vector = [Acceptance().vector("new", depth) for depth in range(1, 6)]
-    assert len(set(vector)) == 1 and 0.3 < vector[0] < 0.8
+    vector = Acceptance().vector("new", 5)
+    assert len(vector) == 5 and len(set(vector)) == 1 and 0.3 < vector[0] < 0.8
+
+
+def test_vector_counts_positions_not_alternatives():
+    """Of four alternatives one is right: the source is right."""
+    acceptance = Acceptance()
+    for _ in range(50):
+        acceptance.propose(0, TokenTree([1, 2, 3, 4], [-1] * 4, [0.0] * 4, ["wide"] * 4, [0.2] * 4))
+        acceptance.observe(0, [3])
+    assert acceptance.vector("wide", 1)[0] > 0.9

@@ -100,3 +100,25 @@ def test_same_text_under_every_schedule(schedule, assisted, batch, sampled):
         decisions = {spec_round.decision for sequence in out.spec_states for spec_round in sequence.rounds[1:]}
         assert (decisions == {None}) == (schedule != "goodput")
     assert drafted
+
+
+@pytest.mark.goodput
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"lockstep": True}, {"tree_width": 4}, {"drafters": ["history", "assistant", "recycling"]}],
+    ids=["ragged", "lockstep", "wide", "mixed"],
+)
+def test_what_users_get_on_every_family(family, config):
+    """The default schedule, greedy, in a batch one row of which ends early."""
+    for seed in range(2):
+        plain, model = tiny(family, seed=seed), hf_specstate.enable(tiny(family, seed=seed))
+        inputs = make_inputs(model, True, seed)
+        options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+        options["eos_token_id"] = some_token(plain.generate(**inputs, **options), row=1, step=10)
+        expected = plain.generate(**inputs, **options)
+        for assistant in (noisy_copy(plain, noise=0.1), None):
+            if assistant is None and ("assistant" in config.get("drafters", []) or "tree_width" in config):
+                continue
+            out = model.generate(**inputs, **options, assistant_model=assistant, spec_config=config | {"strict": True})
+            assert out.tolist() == expected.tolist()

@@ -5,6 +5,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from eval.cost_models import CpuLike, GpuFlat, Steep
 from eval.schedule_world import OVERHEAD, chain, play
@@ -16,8 +17,8 @@ from hf_specstate.scheduling.goodput import WIDTHS
 COSTS = [GpuFlat(), Steep(), CpuLike()]
 
 
-def make(max_nodes=15, rows=1, together=False, cuts=True, cost=None, acceptance=None, fixed=False) -> GoodputSchedule:
-    return GoodputSchedule(max_nodes, rows, together, fixed, cuts, acceptance or Acceptance(), cost or RoundCost())
+def make(max_nodes=15, together=False, cuts=True, cost=None, acceptance=None, fixed=False) -> GoodputSchedule:
+    return GoodputSchedule(max_nodes, together, fixed, cuts, acceptance or Acceptance(), cost or RoundCost())
 
 
 def known_cost(curve) -> RoundCost:
@@ -49,7 +50,7 @@ def test_the_choice_is_the_best_of_all(seed):
     rows = list(range(luck.choice((1, 3))))
     trees = {row: random_tree(luck, luck.randrange(1, 8)) for row in rows}
     costs = sorted(luck.uniform(1, 3) for _ in range(20))
-    schedule = make(max_nodes=8, rows=len(rows), cost=known_cost(lambda width: costs[min(width, 19)]))
+    schedule = make(max_nodes=8, cost=known_cost(lambda width: costs[min(width, 19)]))
     chosen = schedule.choose(rows, trees)
     rates = {}
     most = max(map(len, trees.values()))
@@ -71,7 +72,7 @@ def test_rows_in_lockstep_count_what_they_have_in_common(seed):
     luck = random.Random(seed)
     chances = [[luck.uniform(0.5, 1) for _ in range(6)] for _ in range(2)]
     trees = {row: chain([1, 2, 3, 4, 5, 6], chances[row]) for row in range(2)}
-    schedule = make(max_nodes=6, rows=2, together=True, cost=known_cost(lambda width: 1 + 0.3 * width))
+    schedule = make(max_nodes=6, together=True, cost=known_cost(lambda width: 1 + 0.3 * width))
     schedule.choose([0, 1], trees)
 
     def rate(size: int) -> float:
@@ -89,7 +90,7 @@ def test_rows_in_lockstep_count_what_they_have_in_common(seed):
 def test_a_row_without_a_draft_holds_back_the_others_in_lockstep_only():
     trees = {0: chain([1, 2, 3], [0.99] * 3)}
     for together, expected in ((True, 0), (False, 3)):
-        schedule = make(rows=2, together=together, cost=known_cost(lambda width: 1 + 0.1 * width))
+        schedule = make(together=together, cost=known_cost(lambda width: 1 + 0.1 * width))
         schedule.choose([0, 1], trees)
         assert schedule.choice.num_nodes == expected
 
@@ -130,12 +131,13 @@ def test_sizes_fall_with_the_batch_and_rise_with_acceptance():
     assert by_chance == sorted(by_chance) and by_chance[0] == 0 < by_chance[1] < by_chance[2]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_exploring_is_bounded(seed):
+@pytest.mark.parametrize("batch_size", [1, 64])
+def test_exploring_is_bounded(batch_size):
     """Where nothing pays, all that is lost was exploring: two forwards, and a hundredth of the time."""
-    rounds = play(Steep(), 1, [0.0] * 400, confidence=0.01, seed=seed)
-    lost = sum(r.seconds for r in rounds[1:]) - (1 + OVERHEAD) * len(rounds[1:])
-    assert 0 < lost <= 2.1 * (1 + OVERHEAD) + 0.011 * sum(r.seconds for r in rounds)
+    rounds = play(Steep(), batch_size, [0.0] * 400, confidence=0.01)
+    plain = Steep().cost(batch_size, 1) * (1 + OVERHEAD)
+    lost = sum(r.seconds for r in rounds) - plain * len(rounds)
+    assert 0 < lost <= 2.1 * plain + 0.011 * sum(r.seconds for r in rounds)
 
 
 def test_static_caches_are_priced_by_their_rounded_widths():
@@ -164,11 +166,11 @@ class ModelDrafter:
 
     def draft(self, ask: Ask, acceptance: Acceptance) -> TokenTree:
         """Stops, as an assistant does, when the next step is not expected to give enough."""
-        length, chance = 1, acceptance.vector(self.name, 1)
-        while length < ask.max_nodes and chance * acceptance.vector(self.name, length + 1) >= ask.least_gain:
+        length, chance = 1, acceptance.vector(self.name, 1)[0]
+        while length < ask.max_nodes and chance * acceptance.vector(self.name, length + 1)[-1] >= ask.least_gain:
             length += 1
-            chance *= acceptance.vector(self.name, length)
-        self.runs = ModelRuns(self._step_seconds, self._step_seconds * (length - 1), length - 1)
+            chance *= acceptance.vector(self.name, length)[-1]
+        self.runs = ModelRuns(self._step_seconds, self._step_seconds * (length - 1), length - 1, length)
         tokens = [1 if self._luck.random() < self._chance else 0 for _ in range(length)]
         return TokenTree(tokens, list(range(-1, length - 1)), [0.0] * length, ["model"] * length, [0.7] * length)
 
@@ -207,9 +209,7 @@ def test_a_good_model_is_asked():
 )
 def test_a_model_that_does_not_pay_is_left_alone(drafter):
     asked, time = rounds_with(drafter, rounds=300)
-    assert sum(map(bool, asked)) <= 16 and time < 1.05
-    last = [number for number, size in enumerate(asked) if size]
-    assert last[-1] < 300 - 1
+    assert sum(map(bool, asked)) <= 10 and time < 1.05
 
 
 def test_a_model_comes_back_when_it_is_right_again():
@@ -221,10 +221,46 @@ def test_the_length_is_fixed_before_a_draft_is_drawn():
     """Under `"rejection"`: what was drawn must not decide how much of it is verified."""
     schedule = make(cuts=False, cost=known_cost(lambda width: width))
     bad = chain([1, 2, 3], [0.001] * 3)
+    assert len(schedule.choose([0], {0: bad})[0]) == 0, "a point mass may be cut: nothing was drawn"
+    bad.draft_probs = torch.zeros((3, 8))
     assert len(schedule.choose([0], {0: bad})[0]) == 3
     assert schedule.choice.why == "fixed"
     drafter = ModelDrafter(0.05, 0.9)
-    assert schedule.ask(drafter, [0], {}).least_gain == 0
+    drafter.draft(schedule.ask(drafter, [0], {}), Acceptance())
+    schedule.asked(drafter, 0.1)
+    ask = schedule.ask(drafter, [0], {})
+    assert ask.max_nodes and ask.least_gain == 0
+
+
+def test_a_rank_without_rows_keeps_its_peers_company():
+    for together in (False, True):
+        assert make(together=together).choose([], {}) == {}
+
+
+def test_a_first_forward_that_was_compiled_does_not_end_speculation():
+    """It took a thousand times as long as the next ones of its width."""
+    schedule, seen, sizes = make(), set(), []
+    for _ in range(80):
+        size = len(schedule.choose([0], {0: chain(list(range(15)), [0.9] * 15)})[0])
+        schedule.observe_times(RoundTimes(1 + size, 1.0 if size in seen else 1000.0, 0.0))
+        seen.add(size)
+        sizes.append(size)
+    assert min(sizes[-10:]) >= 7
+
+
+def test_an_assistant_that_drafts_all_in_one_step_is_judged_too():
+    drafter = ModelDrafter(1.0, 0.0)
+    schedule, asked = make(max_nodes=1), []
+    for _ in range(40):
+        ask = schedule.ask(drafter, [0], {})
+        asked.append(ask.max_nodes)
+        if ask.max_nodes:
+            drafter.draft(ask, Acceptance())
+            assert drafter.runs.num_steps == 0
+            schedule.asked(drafter, 1.0)
+        schedule.choose([0], {})
+        schedule.observe_times(RoundTimes(1, 1.0, 0.0))
+    assert sum(asked) <= 3
 
 
 def test_proposals_that_cost_more_than_they_save_are_asked_for_rarely():
@@ -243,7 +279,7 @@ def test_proposals_that_cost_more_than_they_save_are_asked_for_rarely():
 
 def test_all_ranks_go_by_the_first_ones_clock():
     def run(slowness: float, agree) -> list[int]:
-        schedule = GoodputSchedule(15, 1, False, False, True, Acceptance(), RoundCost(), agree)
+        schedule = GoodputSchedule(15, False, False, True, Acceptance(), RoundCost(), agree)
         sizes = []
         for number in range(40):
             chosen = schedule.choose([0], {0: chain(list(range(1, 16)), [0.8] * 15)})

@@ -118,7 +118,8 @@ def generate_in_step(model, reference, rank: int, rows: int = 2, **options) -> N
 def check_synced_ranks(rank: int) -> None:
     reference = tiny("llama")
     model, draft = enable(copy.deepcopy(reference)), noisy_copy(reference)
-    for spec_config in (dict(strict=True), dict(strict=True, tree_width=2)):
+    goodput = dict(strict=True, schedule="goodput")
+    for spec_config in (dict(strict=True), dict(strict=True, tree_width=2), goodput, goodput | dict(lockstep=True)):
         for rows in (1, 2):
             options = dict(assistant_model=draft, spec_config=spec_config, synced_gpus=True)
             generate_in_step(model, reference, rank, rows, **options)

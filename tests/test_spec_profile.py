@@ -9,6 +9,7 @@ from families import prompt, tiny
 
 import hf_specstate
 from hf_specstate import SpecProfile
+from hf_specstate.scheduling import place_of
 
 pytestmark = pytest.mark.goodput
 
@@ -30,13 +31,17 @@ def profile(model) -> SpecProfile:
     return filled
 
 
+def begin(profile: SpecProfile, model):
+    return profile.begin(model, None, place_of(model, 1, few_rows=True, fixed_slots=False))
+
+
 def test_an_empty_one_is_filled(model):
     profile = SpecProfile()
     assert repr(profile) == "SpecProfile(empty)"
     out = run(model, profile)
     assert out.sequences.tolist() == tiny("llama").generate(prompt(), max_new_tokens=40).tolist()
-    tallies, cost = profile.begin(model, 1)
-    assert tallies and cost.measured, "acceptance and cost"
+    acceptance, cost = begin(profile, model)
+    assert acceptance.pooled and acceptance.vectors and cost.measured
     assert "LlamaForCausalLM" in repr(profile)
 
 
@@ -44,10 +49,9 @@ def test_the_next_call_begins_with_it(model, profile, monkeypatch):
     begun = []
     original = SpecProfile.begin
     monkeypatch.setattr(SpecProfile, "begin", lambda *args: begun.append(original(*args)) or begun[-1])
-    first, cost = profile.begin(model, 1)
-    before = {kind: tally.seen for kind, tally in first.items()}
+    before = {kind: tally.seen for kind, tally in begin(profile, model)[0].pooled.items()}
     run(model, profile)
-    tallies, _ = profile.begin(model, 1)
+    tallies = begin(profile, model)[0].pooled
     assert before.keys() <= tallies.keys()
     assert max(tallies[kind].seen - seen for kind, seen in before.items()) > 0, "it goes on from there"
     assert begun[-1][1].curve(4)[1:] != [0.0] * 4
@@ -69,19 +73,21 @@ def test_save_and_load(model, profile, tmp_path):
 def test_it_holds_no_text(profile, tmp_path):
     profile.save(tmp_path / "profile.json")
     content = json.loads((tmp_path / "profile.json").read_text())
-    assert set(content) == {"format", "version", "fits", "forward_seconds", "overhead_seconds", "acceptance"}
+    assert set(content) == {"format", "version", "fits", "forward_seconds", "overhead_seconds", "acceptance", "vectors"}
     assert all(isinstance(row[0], str) and len(row) == 7 for row in content["acceptance"])
 
 
-@pytest.mark.parametrize("other", ["model", "batch", "dtype"])
+@pytest.mark.parametrize("other", ["model", "batch", "dtype", "assistant", "products"])
 def test_another_kind_is_ignored_with_a_notice(profile, other, tmp_path, caplog):
     profile.save(tmp_path / "before.json")
     model = hf_specstate.enable(tiny("mistral" if other == "model" else "llama"))
     if other == "dtype":
         model = model.to(torch.bfloat16)
+    options = {"assistant_model": tiny("llama")} if other == "assistant" else {}
+    options |= {"spec_config": {"few_rows": False}} if other == "products" else {}
     with caplog.at_level(logging.WARNING, logger="hf_specstate"):
-        run(model, profile, rows=3 if other == "batch" else 1)
-    word = {"model": "model", "batch": "rows", "dtype": "device"}[other]
+        run(model, profile, rows=3 if other == "batch" else 1, **options)
+    word = {"batch": "rows", "dtype": "device", "products": "device"}.get(other, other)
     assert "`spec_profile` is not used" in caplog.text and word in caplog.text
     profile.save(tmp_path / "after.json")
     assert (tmp_path / "after.json").read_bytes() == (tmp_path / "before.json").read_bytes(), "left alone"
@@ -107,6 +113,8 @@ def test_other_schedules_leave_it_alone(model):
         (lambda content: content.update(forward_seconds={"zero": 1}), "damaged"),
         (lambda content: content.update(forward_seconds=[1]), "damaged"),
         (lambda content: content.update(overhead_seconds=float("nan")), "damaged"),
+        (lambda content: content.update(overhead_seconds=float("inf")), "damaged"),
+        (lambda content: content.update(vectors=[["a", 1, 2, 1]]), "damaged"),
         (lambda content: content.update(fits=3), "damaged"),
     ],
 )

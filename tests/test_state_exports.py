@@ -20,7 +20,7 @@ def recorded(record: str = "topk", rows: int = 3, **options) -> SpecStates:
     input_ids = torch.cat([prompt(seed=seed) for seed in range(3, 3 + rows)])
     mask = torch.ones_like(input_ids)
     mask[0, :2] = 0
-    config = {"max_nodes": 5, "tree_width": 2, "record": record, "strict": True}
+    config = {"schedule": "constant", "max_nodes": 5, "tree_width": 2, "record": record, "strict": True}
     draft, options = noisy_copy(model), {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0} | options
     plain = model.generate(input_ids, attention_mask=mask, **options)
     ends = int(plain[1, prompt().shape[1] + 9])

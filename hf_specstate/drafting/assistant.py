@@ -82,6 +82,7 @@ class AssistantDrafter(Drafter):
         self._trees = [TokenTree() for _ in range(batch_size)]
         self._node_slots: list[dict[int, int]] = [{} for _ in range(batch_size)]
         self._seen = [0] * batch_size  # tokens of each row that the cache holds
+        self._caught_up = 0  # tokens that it lacked at the last proposal
 
     def propose_rows(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         room: int = self._longest - max(len(request.token_ids) for request in requests)
@@ -90,36 +91,44 @@ class AssistantDrafter(Drafter):
             for request in requests
             if min(request.max_nodes, request.max_depth, room) > 0
         }
+        was_prefilled, self._prepared = self._is_prefilled, 0.0
         began = time.perf_counter()
-        was_prefilled = self._is_prefilled
         if growing:
             logits = self._catch_up()
-        self.runs = ModelRuns(time.perf_counter() - began if was_prefilled else 0.0)
         self._trees = [TokenTree() for _ in range(self._sequences.batch_size)]
         if any(growth.known for growth in growing.values()):
             logits = self._follow(growing, logits)
+        if not was_prefilled:
+            began, self._prepared = time.perf_counter(), 0.0
+        marks = [began]
         while growing:
-            began = time.perf_counter()
             self._add_children(growing, logits)  # reads from the device: the step is done
+            marks.append(time.perf_counter() - self._prepared)
             growing = {row: growth for row, growth in growing.items() if growth.choose(self._trees[row])}
-            if growing and self._is_worthwhile(growing, requests[0].least_gain):
+            if growing and self._is_worthwhile(growing, requests[0]):
                 logits = self._run(growing)
-                self.runs.num_steps += 1
             else:
                 growing = {}
-            self.runs.step_seconds += time.perf_counter() - began
+        self.runs = ModelRuns(
+            begin_seconds=marks[min(1, len(marks) - 1)] - began,
+            step_seconds=marks[-1] - marks[min(1, len(marks) - 1)],
+            num_steps=max(len(marks) - 2, 0),
+            num_nodes=max(map(len, self._trees)),
+            is_late=not was_prefilled or self._caught_up > 1 + max(request.max_nodes for request in requests),
+        )
         return [self._trees[request.row] for request in requests]
 
-    def _is_worthwhile(self, growing: dict[int, "_Growth"], least_gain: float) -> bool:
-        """Whether one more step promises at least so many accepted tokens in all rows."""
-        acceptance = self._context.acceptance
-        if not least_gain:
+    def _is_worthwhile(self, growing: dict[int, "_Growth"], request: DraftRequest) -> bool:
+        """Whether one more step promises enough accepted tokens in all rows."""
+        if not request.least_gain:
             return True
-        gain = 0.0
+        gains = []
         for row, growth in growing.items():
-            chances, path = acceptance.estimate(row, self._trees[row]), self._trees[row].path_to(growth.node)
-            gain += math.prod(chances[node] for node in path) * acceptance.vector(self.name, 1 + len(path))
-        return gain >= least_gain
+            path = self._trees[row].path_to(growth.node)
+            chances = self._context.acceptance.estimate(row, self._trees[row])
+            next_one = self._context.acceptance.vector(self.name, 1 + len(path))[-1]
+            gains.append(math.prod(chances[node] for node in path) * next_one)
+        return (len(gains) * math.prod(gains) if request.together else sum(gains)) >= request.least_gain
 
     def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
         self._expectations.observe(outcomes)
@@ -134,13 +143,13 @@ class AssistantDrafter(Drafter):
             logits = self._prefill()
         sequences = self._sequences
         missing = [tokens[seen:] for tokens, seen in zip(sequences.tokens, self._seen, strict=True)]
-        width = max(len(tokens) for tokens in missing)
+        width = self._caught_up = max(len(tokens) for tokens in missing)
         if width == 0:
             return logits
         trees = [TokenTree.from_paths([tokens[1:]], self.name) for tokens in missing]
         roots = [tokens[0] if tokens else None for tokens in missing]
         batch = self._embeddable(TreeBatch.pack(roots, trees, sequences.pad_token_id, width))
-        logits = self._cached.forward(batch).logits
+        logits = self._forward(batch)
         self._cached.rows.keep([list(range(len(tokens))) for tokens in missing])
         self._seen = [len(tokens) for tokens in sequences.tokens]
         last = torch.tensor([max(len(tokens) - 1, 0) for tokens in missing], device=logits.device)
@@ -200,7 +209,7 @@ class AssistantDrafter(Drafter):
         trees = [TokenTree.from_paths([path[1:]], self.name) for path in tokens]
         roots = [path[0] if path else None for path in tokens]
         batch = self._embeddable(TreeBatch.pack(roots, trees, self._sequences.pad_token_id, width))
-        followed, logits = self._cached.forward(batch).logits, logits.clone()
+        followed, logits = self._forward(batch), logits.clone()
         for row, path in enumerate(paths):
             for slot, (token, chance) in enumerate(path):
                 # named after no one: whoever proposed it has it already
@@ -225,7 +234,14 @@ class AssistantDrafter(Drafter):
         batch = self._embeddable(TreeBatch(tokens, [[-1]] * batch_size, depths))
         # everything that is pending is seen, then: there may be neither siblings nor padding
         is_chain = all(self._trees[row].is_chain and len(self._node_slots[row]) == pending + 1 for row in growing)
-        return self._cached.forward(batch, None if is_chain else context).logits[:, -1]
+        return self._forward(batch, None if is_chain else context)[:, -1]
+
+    def _forward(self, batch: TreeBatch, context: torch.Tensor | None = None) -> torch.Tensor:
+        """The logits of a forward over `batch`, what it takes to prepare such forwards left out of the time."""
+        began = time.perf_counter()
+        self._cached.prepare(batch)
+        self._prepared += time.perf_counter() - began
+        return self._cached.forward(batch, context).logits
 
     def _embeddable(self, batch: TreeBatch) -> TreeBatch:
         """Token ids beyond the assistant's (smaller, unpadded) vocabulary cannot be looked up; any id may stand in."""

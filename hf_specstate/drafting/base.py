@@ -77,7 +77,8 @@ class DraftRequest:
     What is wanted for one row: at most `max_nodes` nodes, no deeper than `max_depth`, at most `width` children of a
     node (1: a chain). `token_ids` are the row's tokens so far, prompt first, without padding; read them only. `known`
     is what drafters before this one have proposed for the row, if the drafter `extends` it. One more step of a model,
-    for all rows that it runs for, must be expected to give at least `least_gain` tokens.
+    for all rows that it runs for, must be expected to give at least `least_gain` tokens, which all rows must have in
+    common if they go `together`.
     """
 
     row: int
@@ -87,6 +88,7 @@ class DraftRequest:
     width: int
     known: TokenTree = field(default_factory=TokenTree)
     least_gain: float = 0.0
+    together: bool = False
 
 
 @dataclass
@@ -123,13 +125,17 @@ class ModelRuns:
     What running a model has cost a drafter in its last proposals.
 
     Args:
-        begin_seconds (`float`): Of catching up with the text; a first prefill is not counted.
-        step_seconds (`float`), num_steps (`int`): Of all steps together, and how many they were.
+        begin_seconds (`float`): Of its first step, which catches up with the text; a first prefill is not counted.
+        step_seconds (`float`), num_steps (`int`): Of all further steps together, and how many they were.
+        num_nodes (`int`): Of the largest draft.
+        is_late (`bool`): There was more to catch up with than one round gives.
     """
 
     begin_seconds: float = 0.0
     step_seconds: float = 0.0
     num_steps: int = 0
+    num_nodes: int = 0
+    is_late: bool = False
 
 
 class Drafter:

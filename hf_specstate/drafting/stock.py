@@ -44,7 +44,8 @@ class StockDrafter(Drafter):
         if self.runs is not None and not is_first:  # the first time goes into prefills
             longest = max(map(len, trees), default=0)
             seconds = time.perf_counter() - began
-            self.runs = ModelRuns(seconds / max(longest, 1), seconds, longest)
+            step = seconds / max(longest, 1)
+            self.runs = ModelRuns(step, seconds - step, max(longest - 1, 0), longest)
         return trees
 
     def propose(self, request: DraftRequest) -> TokenTree:

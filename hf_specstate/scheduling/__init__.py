@@ -3,7 +3,7 @@
 from ..drafting.base import DraftContext
 from .acceptance import Acceptance
 from .agreement import agreement
-from .cost import RoundCost, recall_cost
+from .cost import Place, RoundCost, place_of, recall_cost, remember_cost
 from .goodput import GoodputSchedule
 from .length import ConstantLength, HeuristicLength, heuristic_length
 from .profile import SpecProfile
@@ -16,11 +16,15 @@ __all__ = [
     "ConstantLength",
     "GoodputSchedule",
     "HeuristicLength",
+    "Place",
     "RoundCost",
     "RoundTimes",
     "Schedule",
     "SpecProfile",
     "make_schedule",
+    "place_of",
+    "recall_cost",
+    "remember_cost",
 ]
 
 
@@ -34,7 +38,7 @@ def make_schedule(
         context ([`DraftContext`]): The generation.
         together (`bool`): Rows advance by the same number of tokens.
         fixed_slots (`bool`, *optional*, defaults to `False`): The target's cache is static.
-        cost ([`RoundCost`], *optional*): What is known; defaults to what the model's earlier calls have left.
+        cost ([`RoundCost`], *optional*): What `"goodput"` knows of it; nothing if absent.
     """
     config, batch_size = context.config, context.sequences.batch_size
     assert config.max_nodes is not None  # a call's configuration is complete
@@ -44,11 +48,10 @@ def make_schedule(
         return heuristic_length(config, context.model, batch_size)
     return GoodputSchedule(
         config.max_nodes,
-        batch_size,
-        together=together,
+        together=together and batch_size > 1,
         fixed_slots=fixed_slots,
         cuts=config.acceptance == "match",
         acceptance=context.acceptance,
-        cost=cost or recall_cost(context.model, batch_size),
+        cost=cost or RoundCost(),
         agree=agreement(context.model),
     )

@@ -58,13 +58,19 @@ class Acceptance:
     so a source is known while speculation is off.
 
     Args:
-        known (`dict[Kind, Tally]`, *optional*): What an earlier generation has shown; goes on from there, in place.
+        pooled (`dict[Kind, Tally]`, *optional*), vectors (`dict[tuple[str, int], list[float]]`, *optional*):
+            What an earlier generation has shown; goes on from there, in place.
     """
 
-    def __init__(self, known: dict[Kind, Tally] | None = None):
-        self.pooled: dict[Kind, Tally] = {} if known is None else known
+    def __init__(
+        self,
+        pooled: dict[Kind, Tally] | None = None,
+        vectors: dict[tuple[str, int], list[float]] | None = None,
+    ):
+        self.pooled: dict[Kind, Tally] = {} if pooled is None else pooled
         self._rows: defaultdict[int, dict[Kind, Tally]] = defaultdict(dict)
-        self._vectors: dict[tuple[str, int], list[float]] = {}  # (source, depth) -> (accepted, seen)
+        # (source, depth) -> how often one of its tokens there was accepted, and how often there were any
+        self.vectors: dict[tuple[str, int], list[float]] = {} if vectors is None else vectors
         # per row: proposals whose last tokens were not yet judged, with their depths, and where the text has got to
         self._open: defaultdict[int, list[tuple[TokenTree, list[int], int]]] = defaultdict(list)
 
@@ -82,12 +88,18 @@ class Acceptance:
         # one position has one token
         return [chance / max(1.0, sums[parent]) for chance, parent in zip(chances, tree.parents, strict=True)]
 
-    def vector(self, source: str, depth: int) -> float:
-        """The chance that a node of `source` at `depth` is accepted if its parent is, whatever its confidence."""
-        # deeper positions are believed to be like the one above, which has been seen more often
-        prior = FIRST_GUESS if depth <= 1 else self.vector(source, depth - 1)
-        accepted, seen = self._vectors.get((source, depth), (0.0, 0.0))
-        return (VECTOR_PRIOR * prior + accepted) / (VECTOR_PRIOR + seen)
+    def vector(self, source: str, length: int) -> list[float]:
+        """
+        For every depth up to `length`, the chance that the text goes on with a token that `source` drafted there, if it
+        has gone with its draft so far.
+        """
+        chances, chance = [], FIRST_GUESS
+        for depth in range(1, length + 1):
+            accepted, seen = self.vectors.get((source, depth), (0.0, 0.0))
+            # deeper positions are believed to be like the one above, which has been seen more often
+            chance = (VECTOR_PRIOR * chance + accepted) / (VECTOR_PRIOR + seen)
+            chances.append(chance)
+        return chances
 
     def propose(self, row: int, tree: TokenTree) -> None:
         """Remembers what was proposed for the row's next tokens, to judge it by the text."""
@@ -108,12 +120,17 @@ class Acceptance:
 
     def _judge(self, row: int, tree: TokenTree, depths: list[int], parent: int, token: int) -> int:
         """Learns from `token` having followed `parent`; the node that it is."""
-        found = NOWHERE
+        found, depth, hits = NOWHERE, 0, dict[str, bool]()
         for node in range(parent + 1, len(tree)):
             if tree.parents[node] == parent:
-                hit = tree.token_ids[node] == token
-                self._learn(row, tree.sources[node], acceptance(tree, node), depths[node], hit)
+                hit, depth = tree.token_ids[node] == token, depths[node]
+                self._learn(row, tree.sources[node], acceptance(tree, node), depth, hit)
                 found = node if hit else found
+                for name in names_of(tree.sources[node]):
+                    hits[name] = hits.get(name, False) or hit
+        for name, hit in hits.items():
+            vector = self.vectors.setdefault((name, depth), [0.0, 0.0])
+            vector[:] = DECAY * vector[0] + hit, DECAY * vector[1] + 1
         return found
 
     def _learn(self, row: int, source: str, confidence: float, depth: int, hit: bool) -> None:
@@ -126,9 +143,6 @@ class Acceptance:
             # what the levels above expected
             tally.add(hit, _chance(odds), DECAY if level is self.pooled else ROW_DECAY)
             odds += shift
-        for name in names_of(source):
-            vector = self._vectors.setdefault((name, depth), [0.0, 0.0])
-            vector[:] = DECAY * vector[0] + hit, DECAY * vector[1] + 1
 
     def _levels(
         self, row: int, source: str, confidence: float, depth: int

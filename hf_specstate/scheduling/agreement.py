@@ -16,11 +16,15 @@ def agreement(model: PreTrainedModel) -> Agree | None:
     """
     if (getattr(model, "tp_size", None) or 1) < 2:
         return None
+    mesh, group = getattr(model, "_device_mesh", None), None
+    if mesh is not None and "tp" in (mesh.mesh_dim_names or ()):  # beside it there may be replicas with other texts
+        group = mesh["tp"].get_group()
+    first = 0 if group is None else torch.distributed.get_global_rank(group, 0)
 
     def agree(numbers: list[float]) -> list[float]:
-        device = "cpu" if torch.distributed.get_backend() == "gloo" else model.device
+        device = "cpu" if torch.distributed.get_backend(group) == "gloo" else model.device
         shared = torch.tensor(numbers, dtype=torch.float64, device=device)
-        torch.distributed.broadcast(shared, src=0)
+        torch.distributed.broadcast(shared, src=first, group=group)
         return shared.tolist()
 
     return agree

@@ -13,6 +13,7 @@ RATE = 0.3  # at which costs follow what is seen, at least
 LEAP = 0.5  # most by which one forward counts as slower or faster than expected, as a logarithm
 QUIET = 0.15  # surprises up to here are luck; beyond, the machine has changed its speed, and all widths with it
 STALE = 24  # rounds after which the cost of a width is worth looking at again
+FIRST_TIME = 1.5  # times what a forward should take at most, from which a first one is not believed
 OVERHEAD_RATE = 0.1
 
 
@@ -23,6 +24,8 @@ class Place(NamedTuple):
     device: str
     dtype: str
     threads: int
+    few_rows: bool
+    fixed_slots: bool
 
 
 # what an enabled model's rounds have cost; it goes when the model goes
@@ -32,9 +35,9 @@ _remembered: "WeakKeyDictionary[PreTrainedModel, dict[Place, tuple[dict[int, flo
 class RoundCost:
     """
     Seconds of a target forward as a function of its width (slots of each row), for one number of rows, and of all that
-    a round does beside it. Every width has a running mean of its own, in which no single forward counts much; one that
-    is surprising moves all other widths too, since the context has grown or the machine has changed its speed. Nothing
-    is assumed about the curve except that more tokens never take less time: where means say otherwise, or are missing,
+    a round does beside it. Every width has a running mean of its own, in which no single forward counts much; surprises
+    in a row move all other widths too, since the context has grown or the machine has changed its speed. Nothing is
+    assumed about the curve except that more tokens never take less time: where means say otherwise, or are missing,
     neighbours are averaged or connected, and beyond the widest the cost grows in proportion.
 
     Args:
@@ -47,6 +50,7 @@ class RoundCost:
         self._round = 0
         # earlier generations may have run at another speed: what they say is soon stale
         self._widths = {width: _Width(math.log(value), 2, -STALE // 2) for width, value in (seconds or {}).items()}
+        self._last_leap = 0.0  # by how much the last forward was a surprise
         self._curve: list[float] = []
 
     def observe(self, width: int, forward_seconds: float, other_seconds: float) -> None:
@@ -62,9 +66,11 @@ class RoundCost:
             self.overhead = other_seconds
         known = self._widths.setdefault(width, _Width(seen))
         surprise = min(max(seen - known.mean, -LEAP), LEAP)
-        if abs(surprise) > QUIET:
+        leap = math.copysign(max(abs(surprise) - QUIET, 0.0), surprise)
+        if leap * self._last_leap > 0:  # one alone is a hiccup
             for other in self._widths.values():
-                other.mean += 0.0 if other is known else RATE * (surprise - math.copysign(QUIET, surprise))
+                other.mean += 0.0 if other is known else RATE * leap
+        self._last_leap = leap
         known.count += 1
         # the first forward of a width may be slow because it is the first
         known.mean = min(seen, known.mean) if known.count == 2 else known.mean + max(RATE, 1 / known.count) * surprise
@@ -76,8 +82,21 @@ class RoundCost:
 
     @property
     def measured(self) -> dict[int, float]:
-        """Seconds by width, as measured."""
-        return {width: math.exp(self._widths[width].mean) for width in sorted(self._widths)}
+        """
+        Seconds by width, as measured: without first forwards that took much longer than the same tokens one by one (for
+        compilation, say).
+        """
+        seconds = {width: math.exp(self._widths[width].mean) for width in sorted(self._widths)}
+        sure = [width for width in seconds if self._widths[width].count > 1]
+        if not sure:
+            return seconds
+        most = FIRST_TIME * seconds[sure[0]] / sure[0]
+        return {width: value for width, value in seconds.items() if width in sure or value <= most * width}
+
+    @property
+    def remembered(self) -> dict[int, float]:
+        """What is worth keeping of it: seconds of widths that were seen more than once."""
+        return {width: value for width, value in self.measured.items() if self._widths[width].count > 1}
 
     def age(self, width: int) -> float:
         """Rounds since a forward was so wide; infinite before the second one."""
@@ -92,11 +111,10 @@ class RoundCost:
         """
         if len(self._curve) <= longest:
             # of two that contradict each other, the one that was seen more and later is right
-            weights = [
-                min(known.count, 5) * 0.5 ** ((self._round - known.last_round) / STALE)
-                for _, known in sorted(self._widths.items())
-            ]
-            self._curve = _through(self.measured, weights, longest)
+            points = self.measured
+            widths = [self._widths[width] for width in points]
+            weights = [min(known.count, 5) * 0.5 ** ((self._round - known.last_round) / STALE) for known in widths]
+            self._curve = _through(points, weights, longest)
         return self._curve
 
 
@@ -147,17 +165,17 @@ def rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:
     return [mean for mean, _, members in pools for _ in range(members)]
 
 
-def place_of(model: PreTrainedModel, rows: int) -> Place:
-    """Where the costs of `model` with so many rows hold."""
+def place_of(model: PreTrainedModel, rows: int, few_rows: bool, fixed_slots: bool) -> Place:
+    """Where the costs of `model` hold, with so many rows, faster products and a static cache."""
     threads = torch.get_num_threads() if model.device.type == "cpu" else 0
-    return Place(rows, str(model.device), str(model.dtype), threads)
+    return Place(rows, str(model.device), str(model.dtype), threads, few_rows, fixed_slots)
 
 
-def recall_cost(model: PreTrainedModel, rows: int) -> RoundCost:
+def recall_cost(model: PreTrainedModel, place: Place) -> RoundCost:
     """A copy of what is known about `model`, from generations that have ended."""
-    return RoundCost(*_remembered.get(model, {}).get(place_of(model, rows), ({}, 0.0)))
+    return RoundCost(*_remembered.get(model, {}).get(place, ({}, 0.0)))
 
 
-def remember_cost(model: PreTrainedModel, rows: int, cost: RoundCost) -> None:
+def remember_cost(model: PreTrainedModel, place: Place, cost: RoundCost) -> None:
     """Keeps what a generation has learned for the model's next one."""
-    _remembered.setdefault(model, {})[place_of(model, rows)] = (cost.measured, cost.overhead)
+    _remembered.setdefault(model, {})[place] = (cost.remembered, cost.overhead)

@@ -2,10 +2,9 @@
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-from transformers import PreTrainedModel
 
 from ..drafting.base import Drafter
 from ..drafting.mixture import likeliest
@@ -14,12 +13,12 @@ from ..row_cache import forward_width
 from ..token_tree import TokenTree
 from .acceptance import Acceptance
 from .agreement import Agree
-from .cost import STALE, RoundCost, remember_cost
+from .cost import STALE, RoundCost
 from .schedule import Ask, Choice, RoundTimes, Schedule
 
 # of forwards, beside the whole of what was proposed: few, so that the cost of each is known. Some are looked up anew
 WIDTHS, EXPLORED_WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64), (1, 2, 4, 8, 16, 32, 64)
-# Exploring may cost so much: two forwards' time the first time, and a share of the time that went by
+# Exploring may lose so much: two forwards' time the first time, and a share of the time that went by
 EXPLORING_FORWARDS, EXPLORING_SHARE = 2.0, 0.01
 PROPOSING_SHARE = 0.03  # most of a forward's time for proposals that are only scored
 FIRST_DRAFT, PROBE_DRAFT = 4, 3  # tokens from a model of which nothing is known, and from one that was off
@@ -35,20 +34,31 @@ class ModelPrice:
 
     Args:
         begin_seconds, step_seconds (`float`, *optional*): Of catching up with the text, and of one step.
+        tokens_a_step (`float`): That it drafts for a row.
         wait (`int`): Rounds to let go by before it is probed.
         idle_rounds (`int`): Rounds since it was last asked.
         probed_at (`float`): How likely its first token was thought to be right at its last probe.
     """
 
-    begin_seconds: float = 0.0
+    begin_seconds: float | None = None
     step_seconds: float | None = None
+    tokens_a_step: float = 1.0
     wait: int = FIRST_WAIT
     idle_rounds: int = 0
     probed_at: float = 1.0
 
-    def of(self, length: int) -> float:
-        """Seconds for so many tokens, the first of which comes with the catching up."""
-        return self.begin_seconds + (length - 1) * (self.step_seconds or 0.0)
+    def of(self, depth: int) -> float:
+        """Seconds for a draft that is so deep, the first step of which comes with the catching up."""
+        begin = self.begin_seconds or 0.0
+        return begin + (depth - 1) * (begin if self.step_seconds is None else self.step_seconds)
+
+
+@dataclass
+class ProposalPrice:
+    """Seconds that a drafter without a model takes for its proposals, and the rounds since it was last asked."""
+
+    seconds: float = 0.0
+    quiet_rounds: int = 0
 
 
 @dataclass
@@ -71,11 +81,11 @@ class GoodputSchedule(Schedule):
 
     A model that drafts is asked while the tokens that it is expected to add are worth its time, and stops at the step
     that is not. While it is off it is probed, ever more rarely. Drafters without a model go on proposing, which costs
-    next to nothing, to be scored; where it does cost something, only in some of the rounds.
+    next to nothing, to be scored; one whose proposals take more time than all of them save is asked in some of the
+    rounds only.
 
     Args:
         max_nodes (`int`): Most nodes of a row.
-        batch_size (`int`): Rows.
         together (`bool`): Rows advance by the same number of tokens: what counts is what all have in common.
         fixed_slots (`bool`): The cache is static, and widths are rounded.
         cuts (`bool`): Trees may be cut after they were drafted (not under `"rejection"`: the length of a drawn chain
@@ -89,7 +99,6 @@ class GoodputSchedule(Schedule):
     def __init__(
         self,
         max_nodes: int,
-        batch_size: int,
         together: bool,
         fixed_slots: bool,
         cuts: bool,
@@ -98,22 +107,20 @@ class GoodputSchedule(Schedule):
         agree: Agree | None = None,
     ):
         self.cost = cost
+        self.choice: Choice | None = None
         self._acceptance = acceptance
         self._max_nodes = max_nodes
-        self._batch_size = batch_size
-        self._together = together and batch_size > 1
+        self._together = together
         self._fixed_slots = fixed_slots
         self._cuts = cuts
         self._agree = agree or list
-        self._prices: dict[str, ModelPrice] = {}
+        self._prices: defaultdict[int, ModelPrice] = defaultdict(ModelPrice)  # by drafter
+        self._proposals: defaultdict[int, ProposalPrice] = defaultdict(ProposalPrice)
+        self._saved_seconds = 0.0  # by what was proposed in a round, smoothed
+        self._round_drafting = 0.0  # seconds of drafting models in this round
         self._elapsed = self._explored = 0.0
+        self._exploring: Best | None = None  # in whose place this round explores
         self._free_forwards = 0.0 if cost.measured else EXPLORING_FORWARDS
-        self._round_proposing = self._round_drafting = 0.0  # seconds of drafters without and with a model
-        self._proposing_seconds = 0.0  # of drafters without a model in a round, smoothed
-        self._saved_seconds = 0.0  # by what they proposed in a round, smoothed
-        self._proposes: bool | None = None  # whether they are asked in this round, once that is decided
-        self._quiet_rounds = 0  # since they were last asked
-        self.choice: Choice | None = None
 
     # ------------------------------------------------------------------ before drafting
 
@@ -121,20 +128,22 @@ class GoodputSchedule(Schedule):
         return self._max_nodes
 
     def ask(self, drafter: Drafter, rows: Sequence[int], known: Mapping[int, TokenTree]) -> Ask:
+        if not self._cuts and self.cost.measured and 1 not in self.cost.measured:
+            return Ask(0)  # nothing can be cut: the forward that all are compared with has to come from elsewhere
         if drafter.runs is None:
-            return Ask(self._max_nodes if self._may_propose() else 0)
-        price = self._prices.setdefault(drafter.name, ModelPrice())
-        if price.step_seconds is None:
+            return Ask(self._max_nodes if self._may_propose(self._proposals[id(drafter)]) else 0)
+        price = self._prices[id(drafter)]
+        if price.begin_seconds is None:
             return Ask(min(FIRST_DRAFT, self._max_nodes))
         without = self._best(self._totals(rows, known))
         draft = self._best_draft(drafter.name, len(rows), price)
         if draft.rate > without.rate:
             price.wait, price.idle_rounds, price.probed_at = FIRST_WAIT, 0, 1.0
             if self._cuts and drafter.stops:
-                return Ask(self._max_nodes, least_gain=draft.rate * price.step_seconds)
+                return Ask(self._max_nodes, draft.rate * (price.step_seconds or price.begin_seconds), self._together)
             return Ask(draft.num_nodes)
         price.idle_rounds += 1
-        first = self._acceptance.vector(drafter.name, 1)
+        first = self._acceptance.vector(drafter.name, 1)[0]
         was_right = first > price.probed_at + PROMISING  # at its last probe: then it is soon asked again
         is_due = was_right or price.idle_rounds >= price.wait
         if not is_due or not self._can_pay(price, len(rows), without.rate):
@@ -143,46 +152,49 @@ class GoodputSchedule(Schedule):
         price.idle_rounds, price.probed_at = 0, first
         return Ask(min(PROBE_DRAFT, self._max_nodes))
 
-    def _may_propose(self) -> bool:
-        """Whether drafters without a model are worth asking: if they save more than they cost, or cost little."""
-        if self._proposes is None:
-            self._quiet_rounds += 1
-            affordable = PROPOSING_SHARE * self._round_seconds(0) * self._quiet_rounds
-            self._proposes = self._proposing_seconds <= max(self._saved_seconds, affordable)
-            if self._proposes:
-                self._quiet_rounds = 0
-        return self._proposes
+    def _may_propose(self, price: ProposalPrice) -> bool:
+        """Whether a drafter without a model is worth asking: proposals save more than it costs, or it costs little."""
+        price.quiet_rounds += 1
+        affordable = PROPOSING_SHARE * self._round_seconds(0) * price.quiet_rounds
+        if price.seconds > max(self._saved_seconds, affordable):
+            return False
+        price.quiet_rounds = 0
+        return True
 
     def _best_draft(self, name: str, num_rows: int, price: ModelPrice) -> Best:
-        """The best length of a model's draft, by its acceptance vector."""
+        """The best size of a model's draft, by its acceptance vector."""
         best, chance, tokens = Best(), 1.0, 1.0
-        for length in range(1, self._max_nodes + 1):
-            chance *= self._acceptance.vector(name, length)
+        depths = max(1, int(self._max_nodes / price.tokens_a_step))
+        for depth, accepted in enumerate(self._acceptance.vector(name, depths), start=1):
+            chance *= accepted
             tokens += chance**num_rows if self._together else chance
-            seconds = self._round_seconds(length) + price.of(length)
+            num_nodes = min(round(depth * price.tokens_a_step), self._max_nodes)
+            seconds = self._round_seconds(num_nodes) + price.of(depth)
             rate = num_rows * tokens / seconds if seconds else 0.0
             if rate > best.rate:
-                best = Best(length, num_rows * tokens, seconds, rate)
+                best = Best(num_nodes, num_rows * tokens, seconds, rate)
         return best
 
     def _can_pay(self, price: ModelPrice, num_rows: int, rate: float) -> bool:
         """Whether a model could beat `rate` at all, if it were always right and verifying cost nothing."""
-        plain = self._round_seconds(0)
-        return any(num_rows * (1 + length) > rate * (plain + price.of(length)) for length in (1, self._max_nodes))
+        plain, deepest = self._round_seconds(0), max(1, int(self._max_nodes / price.tokens_a_step))
+        return any(num_rows * (1 + depth) > rate * (plain + price.of(depth)) for depth in (1, deepest))
 
     # ------------------------------------------------------------------ after drafting
 
     def choose(self, rows: Sequence[int], trees: Mapping[int, TokenTree]) -> dict[int, TokenTree]:
+        if not rows:  # a rank that keeps its peers company
+            return {}
         totals = self._totals(rows, trees)
         best, drafting = self._best(totals), self._best(totals, least=1)
-        if self._round_proposing:
-            saved = self._round_seconds(0) * best.tokens / len(rows) - best.seconds
-            self._saved_seconds += SAVING_RATE * (saved - self._saved_seconds)
+        self._save(rows, trees, best)
         num_nodes, why = best.num_nodes, "best" if best.num_nodes else "off"
-        if not self._cuts:
+        self._exploring = None
+        if not self._cuts and any(tree.draft_probs is not None for tree in trees.values()):
             num_nodes, why = len(totals) - 1, "fixed"
         elif (explored := self._explore(totals, best)) is not None:
             num_nodes, why = explored, "explore"
+            self._exploring = Best(best.num_nodes, totals[num_nodes], 0.0, best.rate)
         chosen = {row: likeliest(tree, num_nodes) for row, tree in trees.items()}
         plain = self._round_seconds(0)
         self.choice = Choice(
@@ -190,10 +202,18 @@ class GoodputSchedule(Schedule):
             why=why,
             expected_tokens=self._expected_tokens(rows, chosen, totals[num_nodes]),
             expected_seconds=self._round_seconds(num_nodes) - self.cost.overhead,
+            considered_nodes=drafting.num_nodes,
             considered_tokens=drafting.tokens / len(rows) if drafting.num_nodes else 1.0,
             considered_cost=drafting.seconds / plain if plain and drafting.num_nodes else 1.0,
         )
         return chosen
+
+    def _save(self, rows: Sequence[int], trees: Mapping[int, TokenTree], best: Best) -> None:
+        """Keeps count of the time that drafts without a model save."""
+        if not trees or self._round_drafting:
+            return
+        saved = self._round_seconds(0) * best.tokens / len(rows) - best.seconds
+        self._saved_seconds += SAVING_RATE * (saved - self._saved_seconds)
 
     def _totals(self, rows: Sequence[int], trees: Mapping[int, TokenTree]) -> list[float]:
         """The tokens that are expected, in all rows, of the best 0, 1, 2 ... nodes of each."""
@@ -210,23 +230,22 @@ class GoodputSchedule(Schedule):
         return best
 
     def _explore(self, totals: Sequence[float], best: Best) -> int | None:
-        """A number of nodes whose cost has not been seen for long, if finding out is cheap enough."""
+        """
+        A number of nodes whose cost has not been seen for long, if finding out is cheap enough. An ordinary forward is
+        looked at first; from there, wider ones are thought to cost in proportion until they are seen.
+        """
+        if 1 not in self.cost.measured:
+            return 0
         losses = {
             width - 1: self._round_seconds(width - 1) - totals[width - 1] / best.rate
             for width in EXPLORED_WIDTHS
             if width <= len(totals) and width - 1 != best.num_nodes and self.cost.age(width) > STALE
         }
-        measured = self.cost.measured
-        if measured and 1 not in measured:
-            return 0  # what all others are compared with, and the cheapest
-        if not losses or not measured:
+        if not losses:
             return None
         num_nodes = min(losses, key=lambda nodes: losses[nodes])
         allowed = self._free_forwards * self._round_seconds(0) + EXPLORING_SHARE * self._elapsed
-        if self._explored + losses[num_nodes] > allowed:
-            return None
-        self._explored += losses[num_nodes]
-        return num_nodes
+        return num_nodes if self._explored + losses[num_nodes] <= allowed else None
 
     def _gains(self, rows: Sequence[int], trees: Mapping[int, TokenTree]) -> list[float]:
         """The tokens that every further node of each row is expected to give, in all rows."""
@@ -267,27 +286,31 @@ class GoodputSchedule(Schedule):
     # ------------------------------------------------------------------ learning
 
     def asked(self, drafter: Drafter, seconds: float) -> None:
-        if drafter.runs is None:
-            self._round_proposing += self._agree([seconds])[0]
+        runs = drafter.runs
+        if runs is None:
+            price = self._proposals[id(drafter)]
+            price.seconds = _towards(price.seconds, self._agree([seconds])[0])
             return
-        price, runs = self._prices[drafter.name], drafter.runs
         seconds, begin, steps = self._agree([seconds, runs.begin_seconds, runs.step_seconds])
         self._round_drafting += seconds
+        model = self._prices[id(drafter)]
+        if not begin + steps:
+            return  # it did not run its model, or for the first time
         if runs.num_steps:
-            price.step_seconds = _towards(price.step_seconds, steps / runs.num_steps)
-            price.begin_seconds = _towards(price.begin_seconds, begin)
+            model.step_seconds = _towards(model.step_seconds, steps / runs.num_steps)
+        model.tokens_a_step = max(1.0, runs.num_nodes / (1 + runs.num_steps))
+        if not runs.is_late:
+            model.begin_seconds = _towards(model.begin_seconds, begin)
+        elif model.begin_seconds is None:  # a step is what comes nearest to it
+            model.begin_seconds = begin if model.step_seconds is None else model.step_seconds
 
     def observe_times(self, times: RoundTimes) -> None:
         forward, other = self._agree([times.forward_seconds, times.other_seconds])
+        if self._exploring is not None and self._exploring.rate:
+            self._explored += forward + self.cost.overhead - self._exploring.tokens / self._exploring.rate
         self.cost.observe(times.width, forward, max(other - self._round_drafting, 0.0))
         self._elapsed += forward + other
-        if self._round_proposing:
-            self._proposing_seconds = _towards(self._proposing_seconds, self._round_proposing)
-        self._round_proposing = self._round_drafting = 0.0
-        self._proposes = None
-
-    def close(self, model: PreTrainedModel) -> None:
-        remember_cost(model, self._batch_size, self.cost)
+        self._round_drafting = 0.0
 
 
 def _sizes(least: int, most: int) -> list[int]:
@@ -302,4 +325,4 @@ def ranked_nodes(tree: TokenTree) -> list[tuple[float, int]]:
 
 def _towards(known: float | None, seen: float) -> float:
     """Follows what is seen; what takes many times as long as usual counts for a leap, not for itself."""
-    return seen if not known else known + STEP_RATE * (min(seen, 3 * known) - known)
+    return seen if known is None else known + STEP_RATE * (min(seen, 3 * known) - known)

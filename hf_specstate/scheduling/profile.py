@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..checked_file import write
 from .acceptance import Acceptance, Kind, Tally
-from .cost import RoundCost, place_of
+from .cost import Place, RoundCost
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +25,8 @@ class SpecProfile:
     How much drafts of each kind were worth, and what rounds cost: what the `"goodput"` schedule otherwise finds out
     anew in each call (acceptance) or in each process (cost). Pass an empty one as `generate(spec_profile=...)` and it
     is filled when the call ends; pass it again, or save it and load it into the next run, and that begins where this
-    one ended. It holds no text. A call whose model, device or batch size is another one than the profile's leaves it
-    alone, and says so.
+    one ended. It holds no text. A call whose model, assistant, device or batch size is another one than the profile's
+    leaves it alone, and says so.
     """
 
     def __init__(self) -> None:
@@ -34,6 +34,7 @@ class SpecProfile:
         self._seconds: dict[int, float] = {}
         self._overhead = 0.0
         self._tallies: dict[Kind, list[float]] = {}
+        self._vectors: dict[tuple[str, int], list[float]] = {}
         self._lock = Lock()
 
     def __repr__(self) -> str:
@@ -42,28 +43,38 @@ class SpecProfile:
         fits = self._fits
         return f"SpecProfile({fits['model']}, {fits['rows']} rows on {fits['device']}, {len(self._tallies)} kinds)"
 
-    def begin(self, model: PreTrainedModel, rows: int) -> tuple[dict[Kind, Tally], RoundCost | None]:
-        """What is known for a generation, as copies that it may learn on; empty if the profile is of another kind."""
+    def begin(
+        self, model: PreTrainedModel, assistant: PreTrainedModel | None, place: Place
+    ) -> tuple[Acceptance, RoundCost | None]:
+        """What is known for a generation, as copies that it may learn on; nothing if the profile is of another kind."""
         with self._lock:
-            differing = [
-                name for name, value in _what_fits(model, rows).items() if self._fits.get(name, value) != value
-            ]
+            fits = _what_fits(model, assistant, place)
+            differing = [name for name, value in fits.items() if self._fits and self._fits.get(name) != value]
             if differing:
                 logger.warning(
                     "`spec_profile` is not used: it was made for another %s.", " and another ".join(sorted(differing))
                 )
             if differing or not self._fits:
-                return {}, None
+                return Acceptance(), None
             tallies = {kind: Tally(*numbers) for kind, numbers in self._tallies.items()}
-            return tallies, RoundCost(self._seconds, self._overhead)
+            vectors = {key: list(numbers) for key, numbers in self._vectors.items()}
+            return Acceptance(tallies, vectors), RoundCost(self._seconds, self._overhead)
 
-    def learn(self, model: PreTrainedModel, rows: int, acceptance: Acceptance, cost: RoundCost) -> None:
+    def learn(
+        self,
+        model: PreTrainedModel,
+        assistant: PreTrainedModel | None,
+        place: Place,
+        acceptance: Acceptance,
+        cost: RoundCost,
+    ) -> None:
         """Keeps what a generation has learned, if it was one of the profile's kind."""
-        fits = _what_fits(model, rows)
+        fits = _what_fits(model, assistant, place)
         with self._lock:
             if self._fits and self._fits != fits:
                 return
-            self._fits, self._seconds, self._overhead = fits, cost.measured, cost.overhead
+            self._fits, self._seconds, self._overhead = fits, cost.remembered, cost.overhead
+            self._vectors = {key: list(numbers) for key, numbers in acceptance.vectors.items()}
             self._tallies = {
                 kind: [tally.prior, tally.seen, tally.happened, tally.expected]
                 for kind, tally in acceptance.pooled.items()
@@ -79,6 +90,7 @@ class SpecProfile:
                 "forward_seconds": {str(width): seconds for width, seconds in self._seconds.items()},
                 "overhead_seconds": self._overhead,
                 "acceptance": [[*kind, *numbers] for kind, numbers in self._tallies.items()],
+                "vectors": [[*key, *numbers] for key, numbers in self._vectors.items()],
             }
         write(path, json.dumps(content, indent=1).encode())
 
@@ -110,21 +122,36 @@ class SpecProfile:
         self._fits = dict(content["fits"])
         self._overhead = float(content["overhead_seconds"])
         self._seconds = {int(width): float(seconds) for width, seconds in content["forward_seconds"].items()}
-        if any(not 0 < value < 1e6 for value in (*self._seconds, *self._seconds.values())) or not self._overhead >= 0:
+        if (
+            any(not 0 < value < 1e6 for value in (*self._seconds, *self._seconds.values()))
+            or not 0 <= self._overhead < 1e6
+        ):
             raise ValueError("there are no such times")
         for source, confidence, depth, *numbers in content["acceptance"]:
             prior, seen, happened, expected = map(float, numbers)
             if not (prior > 0 and 0 <= happened <= seen and 0 <= expected <= seen < 1e9):
                 raise ValueError("there is no such acceptance")
             self._tallies[str(source), int(confidence), int(depth)] = [prior, seen, happened, expected]
+        for source, depth, *numbers in content["vectors"]:
+            accepted, seen = map(float, numbers)
+            if not 0 <= accepted <= seen < 1e9:
+                raise ValueError("there is no such acceptance")
+            self._vectors[str(source), int(depth)] = [accepted, seen]
 
 
-def _what_fits(model: PreTrainedModel, rows: int) -> dict[str, Any]:
-    place = place_of(model, rows)
+def _what_fits(model: PreTrainedModel, assistant: PreTrainedModel | None, place: Place) -> dict[str, Any]:
+    device = [place.device, place.dtype]
+    device += [f"{place.threads} threads"] * bool(place.threads) + ["few_rows"] * place.few_rows
+    device += ["static cache"] * place.fixed_slots
+    return {
+        "model": _digest(model),
+        "assistant": None if assistant is None else _digest(assistant),
+        "device": ", ".join(device),
+        "rows": place.rows,
+    }
+
+
+def _digest(model: PreTrainedModel) -> str:
     config = {name: value for name, value in model.config.to_dict().items() if name != "transformers_version"}
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
-    return {
-        "model": f"{type(model).__name__} {digest[:16]}",
-        "device": f"{place.device} {place.dtype}" + (f" {place.threads} threads" if place.threads else ""),
-        "rows": rows,
-    }
+    return f"{type(model).__name__} {digest[:16]}"

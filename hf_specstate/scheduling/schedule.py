@@ -17,10 +17,12 @@ class Ask:
     Args:
         max_nodes (`int`): Most nodes of a row; 0 if it is not asked.
         least_gain (`float`): Tokens, over all rows, that one more step of its model must be expected to give.
+        together (`bool`): What counts for that is what all rows have in common.
     """
 
     max_nodes: int
     least_gain: float = 0.0
+    together: bool = False
 
 
 @dataclass
@@ -33,15 +35,16 @@ class Choice:
         why (`str`): `"best"`, `"off"`, `"explore"` (to measure what such a forward costs), `"fixed"` (before drafting).
         expected_tokens (`dict[int, float]`): Of every row.
         expected_seconds (`float`): Of the target's forward; 0 before anything was measured.
-        considered_tokens, considered_cost (`float`):
-            Of the best draft that there was, whether it was taken or not: the tokens that it was expected to give a
-            row, and the time of its round as a multiple of one without a draft.
+        considered_nodes (`int`), considered_tokens (`float`), considered_cost (`float`):
+            Of the best draft that there was, whether it was taken or not: its size, the tokens that it was expected to
+            give a row, and the time of its round as a multiple of one without a draft.
     """
 
     num_nodes: int
     why: str
     expected_tokens: dict[int, float]
     expected_seconds: float
+    considered_nodes: int
     considered_tokens: float
     considered_cost: float
 
