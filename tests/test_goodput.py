@@ -133,11 +133,11 @@ def test_sizes_fall_with_the_batch_and_rise_with_acceptance():
 
 @pytest.mark.parametrize("batch_size", [1, 64])
 def test_exploring_is_bounded(batch_size):
-    """Where nothing pays, all that is lost was exploring: two forwards, and a hundredth of the time."""
+    """Where nothing pays, all that is lost was exploring: three forwards, and a hundredth of the time."""
     rounds = play(Steep(), batch_size, [0.0] * 400, confidence=0.01)
     plain = Steep().cost(batch_size, 1) * (1 + OVERHEAD)
     lost = sum(r.seconds for r in rounds) - plain * len(rounds)
-    assert 0 < lost <= 2.1 * plain + 0.011 * sum(r.seconds for r in rounds)
+    assert 0 < lost <= 3.1 * plain + 0.011 * sum(r.seconds for r in rounds)
 
 
 def test_static_caches_are_priced_by_their_rounded_widths():
@@ -209,7 +209,7 @@ def test_a_good_model_is_asked():
 )
 def test_a_model_that_does_not_pay_is_left_alone(drafter):
     asked, time = rounds_with(drafter, rounds=300)
-    assert sum(map(bool, asked)) <= 10 and time < 1.05
+    assert sum(map(bool, asked)) <= 12 and time < 1.05
 
 
 def test_a_model_comes_back_when_it_is_right_again():
@@ -219,7 +219,7 @@ def test_a_model_comes_back_when_it_is_right_again():
 
 def test_the_length_is_fixed_before_a_draft_is_drawn():
     """Under `"rejection"`: what was drawn must not decide how much of it is verified."""
-    schedule = make(cuts=False, cost=known_cost(lambda width: width))
+    schedule = make(cuts=False, cost=known_cost(lambda width: 1 + 0.1 * width))
     bad = chain([1, 2, 3], [0.001] * 3)
     assert len(schedule.choose([0], {0: bad})[0]) == 0, "a point mass may be cut: nothing was drawn"
     bad.draft_probs = torch.zeros((3, 8))

@@ -18,8 +18,8 @@ from .schedule import Ask, Choice, RoundTimes, Schedule
 
 # of forwards, beside the whole of what was proposed: few, so that the cost of each is known. Some are looked up anew
 WIDTHS, EXPLORED_WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64), (1, 2, 4, 8, 16, 32, 64)
-# Exploring may lose so much: two forwards' time the first time, and a share of the time that went by
-EXPLORING_FORWARDS, EXPLORING_SHARE = 2.0, 0.01
+# Exploring may lose so much: three forwards' time the first time, and a share of the time that went by
+EXPLORING_FORWARDS, EXPLORING_SHARE = 3.0, 0.01
 PROPOSING_SHARE = 0.03  # most of a forward's time for proposals that are only scored
 FIRST_DRAFT, PROBE_DRAFT = 4, 3  # tokens from a model of which nothing is known, and from one that was off
 FIRST_WAIT, LONGEST_WAIT = 16, 1024  # rounds between two probes of a drafting model; each one in vain doubles them
@@ -38,6 +38,7 @@ class ModelPrice:
         wait (`int`): Rounds to let go by before it is probed.
         idle_rounds (`int`): Rounds since it was last asked.
         probed_at (`float`): How likely its first token was thought to be right at its last probe.
+        in_vain (`bool`): Nothing of its last draft was verified.
     """
 
     begin_seconds: float | None = None
@@ -46,6 +47,7 @@ class ModelPrice:
     wait: int = FIRST_WAIT
     idle_rounds: int = 0
     probed_at: float = 1.0
+    in_vain: bool = False
 
     def of(self, depth: int) -> float:
         """Seconds for a draft that is so deep, the first step of which comes with the catching up."""
@@ -57,7 +59,7 @@ class ModelPrice:
 class ProposalPrice:
     """Seconds that a drafter without a model takes for its proposals, and the rounds since it was last asked."""
 
-    seconds: float = 0.0
+    seconds: float | None = None
     quiet_rounds: int = 0
 
 
@@ -118,6 +120,7 @@ class GoodputSchedule(Schedule):
         self._proposals: defaultdict[int, ProposalPrice] = defaultdict(ProposalPrice)
         self._saved_seconds = 0.0  # by what was proposed in a round, smoothed
         self._round_drafting = 0.0  # seconds of drafting models in this round
+        self._asked: list[ModelPrice] = []  # those models
         self._elapsed = self._explored = 0.0
         self._exploring: Best | None = None  # in whose place this round explores
         self._free_forwards = 0.0 if cost.measured else EXPLORING_FORWARDS
@@ -133,11 +136,12 @@ class GoodputSchedule(Schedule):
         if drafter.runs is None:
             return Ask(self._max_nodes if self._may_propose(self._proposals[id(drafter)]) else 0)
         price = self._prices[id(drafter)]
+        self._asked.append(price)
         if price.begin_seconds is None:
             return Ask(min(FIRST_DRAFT, self._max_nodes))
         without = self._best(self._totals(rows, known))
         draft = self._best_draft(drafter.name, len(rows), price)
-        if draft.rate > without.rate:
+        if draft.rate > without.rate and not price.in_vain:
             price.wait, price.idle_rounds, price.probed_at = FIRST_WAIT, 0, 1.0
             if self._cuts and drafter.stops:
                 return Ask(self._max_nodes, draft.rate * (price.step_seconds or price.begin_seconds), self._together)
@@ -147,6 +151,7 @@ class GoodputSchedule(Schedule):
         was_right = first > price.probed_at + PROMISING  # at its last probe: then it is soon asked again
         is_due = was_right or price.idle_rounds >= price.wait
         if not is_due or not self._can_pay(price, len(rows), without.rate):
+            self._asked.remove(price)
             return Ask(0)
         price.wait = FIRST_WAIT if was_right else min(2 * price.wait, LONGEST_WAIT)
         price.idle_rounds, price.probed_at = 0, first
@@ -156,20 +161,23 @@ class GoodputSchedule(Schedule):
         """Whether a drafter without a model is worth asking: proposals save more than it costs, or it costs little."""
         price.quiet_rounds += 1
         affordable = PROPOSING_SHARE * self._round_seconds(0) * price.quiet_rounds
-        if price.seconds > max(self._saved_seconds, affordable):
+        if (price.seconds or 0.0) > max(self._saved_seconds, affordable):
             return False
         price.quiet_rounds = 0
         return True
 
     def _best_draft(self, name: str, num_rows: int, price: ModelPrice) -> Best:
-        """The best size of a model's draft, by its acceptance vector."""
+        """
+        The best size of a model's draft, by its acceptance vector. What verifying it costs is hoped for as long as it
+        was not seen.
+        """
         best, chance, tokens = Best(), 1.0, 1.0
         depths = max(1, int(self._max_nodes / price.tokens_a_step))
         for depth, accepted in enumerate(self._acceptance.vector(name, depths), start=1):
             chance *= accepted
             tokens += chance**num_rows if self._together else chance
             num_nodes = min(round(depth * price.tokens_a_step), self._max_nodes)
-            seconds = self._round_seconds(num_nodes) + price.of(depth)
+            seconds = self._round_seconds(num_nodes, hope=1.0) + price.of(depth)
             rate = num_rows * tokens / seconds if seconds else 0.0
             if rate > best.rate:
                 best = Best(num_nodes, num_rows * tokens, seconds, rate)
@@ -195,6 +203,9 @@ class GoodputSchedule(Schedule):
         elif (explored := self._explore(totals, best)) is not None:
             num_nodes, why = explored, "explore"
             self._exploring = Best(best.num_nodes, totals[num_nodes], 0.0, best.rate)
+        for price in self._asked:
+            price.in_vain = why == "off"
+        self._asked.clear()
         chosen = {row: likeliest(tree, num_nodes) for row, tree in trees.items()}
         plain = self._round_seconds(0)
         self.choice = Choice(
@@ -232,12 +243,12 @@ class GoodputSchedule(Schedule):
     def _explore(self, totals: Sequence[float], best: Best) -> int | None:
         """
         A number of nodes whose cost has not been seen for long, if finding out is cheap enough. An ordinary forward is
-        looked at first; from there, wider ones are thought to cost in proportion until they are seen.
+        looked at first; from there, wider ones are thought to cost something between nothing more and in proportion.
         """
         if 1 not in self.cost.measured:
             return 0
         losses = {
-            width - 1: self._round_seconds(width - 1) - totals[width - 1] / best.rate
+            width - 1: self._round_seconds(width - 1, hope=0.5) - totals[width - 1] / best.rate
             for width in EXPLORED_WIDTHS
             if width <= len(totals) and width - 1 != best.num_nodes and self.cost.age(width) > STALE
         }
@@ -273,10 +284,14 @@ class GoodputSchedule(Schedule):
             before |= common
         return gains
 
-    def _round_seconds(self, num_nodes: int) -> float:
-        """Of a round with so many nodes a row, without the time of drafting models."""
-        width = forward_width(1 + num_nodes, self._fixed_slots)
-        return self.cost.curve(1 + 2 * self._max_nodes)[width] + self.cost.overhead
+    def _round_seconds(self, num_nodes: int, hope: float = 0.0) -> float:
+        """
+        Of a round with so many nodes a row, without the time of drafting models. Wider forwards than any that was seen
+        cost in proportion; with `hope` 1 no more than the widest.
+        """
+        width, curve = forward_width(1 + num_nodes, self._fixed_slots), self.cost.curve(1 + 2 * self._max_nodes)
+        widest = max(self.cost.measured, default=width) if hope else width
+        return (1 - hope) * curve[width] + hope * curve[min(width, widest)] + self.cost.overhead
 
     def _expected_tokens(self, rows: Sequence[int], chosen: Mapping[int, TokenTree], total: float) -> dict[int, float]:
         if self._together:
@@ -307,7 +322,8 @@ class GoodputSchedule(Schedule):
     def observe_times(self, times: RoundTimes) -> None:
         forward, other = self._agree([times.forward_seconds, times.other_seconds])
         if self._exploring is not None and self._exploring.rate:
-            self._explored += forward + self.cost.overhead - self._exploring.tokens / self._exploring.rate
+            loss = forward + self.cost.overhead - self._exploring.tokens / self._exploring.rate
+            self._explored += max(loss, 0.0)
         self.cost.observe(times.width, forward, max(other - self._round_drafting, 0.0))
         self._elapsed += forward + other
         self._round_drafting = 0.0
