@@ -3,7 +3,7 @@
 import functools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -13,7 +13,7 @@ import torch
 
 from hf_specstate.clock import make_clock
 
-Watched = list[tuple[Any, str]]  # (object or class, name of its method)
+Watched = list[tuple[Any, str]]  # (object or class, name of its method; of a model, `forward`)
 
 
 @dataclass
@@ -96,7 +96,7 @@ class Meter:
         with ExitStack() as stack:
             for kind in ("target", "head", "draft", "assistant"):
                 for owner, name in getattr(calls, kind):
-                    stack.enter_context(patch.object(owner, name, self._watched(kind, getattr(owner, name))))
+                    stack.enter_context(self._patched(kind, owner, name))
             yield
         self._total = self._now() - start
 
@@ -119,10 +119,24 @@ class Meter:
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
-    def _watched(self, kind: str, function: Callable) -> Callable:
+    def _patched(self, kind: str, owner: Any, name: str) -> AbstractContextManager:
+        if not isinstance(owner, torch.nn.Module):
+            return patch.object(owner, name, self._watched(kind, getattr(owner, name)))
+        # In the class: a method of the object itself would stay with that object, and forwards may go through a view
+        # of the model. Whose they are is told by the config, which a view shares.
+        original = getattr(type(owner), name)
+        watched = self._watched(kind, original, skipped=1)
+
+        @functools.wraps(original)
+        def wrapper(module, *args, **kwargs):
+            return (watched if module.config is owner.config else original)(module, *args, **kwargs)
+
+        return patch.object(type(owner), name, wrapper)
+
+    def _watched(self, kind: str, function: Callable, skipped: int = 0) -> Callable:
         @functools.wraps(function)
         def wrapper(*args, **kwargs):
-            self._count(kind, args, kwargs)
+            self._count(kind, args[skipped:], kwargs)
             if self._is_inside:
                 return function(*args, **kwargs)
             self._is_inside = True

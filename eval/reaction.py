@@ -5,9 +5,9 @@ another), so all settings write the same.
 
     python -m eval.reaction [--data FILE.jsonl] [--stretch 300] [--out FOLDER]
 
-For every stretch: the schedule's tokens a second, after its first 16 rounds there, as a multiple of what the best fixed
-size reaches in all of it. As in `eval.hindsight`, *priced* rates take forwards at the machine's cost curve. Alone on
-the machine.
+For every stretch, from where the schedule is after its first 16 rounds in it: its tokens a second as a multiple of what
+the best fixed size reaches on the same tokens. As in `eval.hindsight`, *priced* rates take forwards at the machine's
+cost curve. Alone on the machine.
 """
 
 import argparse
@@ -106,12 +106,15 @@ def dictated(model, tokenizer, questions: list[Question], stretch: int) -> tuple
 def write(out: Path | None, played: dict[str, list[list[SpecRound]]], curve: dict[int, float], stretch: int) -> None:
     rows = []
     for place, title in enumerate(STRETCHES):
+        begin = max(
+            [r.start for r in rounds[1:] if r.start // stretch == place][:LATE][-1] for rounds in played[SCHEDULE]
+        )
         rates: dict[str, tuple[float, float]] = {}
         for name, repeats in played.items():
             inside = Rounds()
             for rounds in repeats:
-                here = [r for r in rounds[1:] if r.start // stretch == place]
-                inside.add([rounds[0], *(here[LATE:] if name == SCHEDULE else here)])
+                here = [r for r in rounds[1:] if begin <= r.start < (place + 1) * stretch]
+                inside.add([rounds[0], *here])
             rates[name] = (inside.priced(curve), inside.measured())
         row = [title]
         for kind in (0, 1):

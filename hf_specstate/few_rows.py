@@ -116,7 +116,9 @@ def few_rows_view(model: PreTrainedModel) -> FewRowsView | None:
     for module in model.modules():
         if _is_dense(module):
             groups.setdefault(_kind(module.weight), []).append(module)
-    return FewRowsView(model, groups) if groups else None
+    if not groups or "forward" in model.__dict__:
+        return None
+    return FewRowsView(model, groups)
 
 
 def _fastest_product(modules: list[nn.Linear], rows: int) -> Product:
@@ -180,7 +182,8 @@ def _view(module: nn.Module, groups: dict[tuple, AlikeLinears], made: dict[int, 
         return made[id(module)]
     children = {name: None if child is None else _view(child, groups, made) for name, child in module._modules.items()}
     is_dense = _is_dense(module)
-    if not is_dense and all(view is module._modules[name] for name, view in children.items()):
+    is_same = all(view is module._modules[name] for name, view in children.items())
+    if not is_dense and (is_same or "forward" in module.__dict__):  # an object's own forward would go on with its own
         made[id(module)] = module
         return module
     view = made[id(module)] = object.__new__(FewRowsLinear if is_dense else type(module))

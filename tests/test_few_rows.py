@@ -186,6 +186,21 @@ def test_only_dense_modules_of_a_model_change(only):
     assert kinds["model.layers.1.mlp.down_proj"] is FewRowsLinear
 
 
+def test_what_has_a_forward_of_its_own_keeps_it(only):
+    """Libraries replace the method on the object; it is bound to that object and would go past the view."""
+    only(few_rows.weight_first)
+    model, seen = hf_specstate.enable(tiny("llama")), []
+    layer = model.model.layers[0]
+    forward = layer.forward
+    layer.forward = lambda *args, **kwargs: seen.append(1) or forward(*args, **kwargs)
+    view = few_rows_view(model)._model
+    assert view.model.layers[0] is layer and view.model.layers[1] is not model.model.layers[1]
+    out = model.generate(prompt(), max_new_tokens=12, spec_config=CONFIG, return_spec_states=True)
+    assert len(seen) == out.spec_states[0].num_forwards
+    model.forward = model.forward
+    assert few_rows_view(model) is None
+
+
 def test_a_product_must_win_clearly(monkeypatch):
     seconds = {"linear": 1.0, "weight_first": 0.95, "one_dnn": 1.2}
     monkeypatch.setattr(few_rows, "_seconds", lambda product, x, weights: seconds[product.__name__])
