@@ -87,7 +87,7 @@ def compare(
             **plain_options,
             **case.options,
             assistant_model=assistant if case.needs_assistant else None,
-            spec_config=case.spec_config | {"strict": True},
+            spec_config=case.spec_config | {"schedule": "constant", "strict": True},
             return_spec_states=True,
         )
         for difference in differences(plain, ours.sequences, batch["input_ids"].shape[1], model.dtype):

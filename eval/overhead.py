@@ -61,7 +61,7 @@ def main() -> None:
 
     SpeculativeDecoding.round = measured_round  # type: ignore[method-assign]
     hf_specstate.enable(model)
-    config = {"max_nodes": 8, "tree_width": args.tree_width}
+    config = {"schedule": "constant", "max_nodes": 8, "tree_width": args.tree_width}
     options = {"max_new_tokens": args.new_tokens, "do_sample": False, "eos_token_id": None, "spec_config": config}
     with torch.no_grad():
         model.generate(**inputs, assistant_model=assistant, **options)

@@ -46,7 +46,8 @@ def main() -> None:
     inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
 
     def generate(level: str):
-        config = {"max_nodes": args.nodes, "tree_width": args.tree_width, "record": "ids" if level == "off" else level}
+        config = {"schedule": "constant", "max_nodes": args.nodes, "tree_width": args.tree_width}
+        config["record"] = "ids" if level == "off" else level
         return model.generate(
             **inputs, spec_config=config, return_spec_states=level != "off", max_new_tokens=args.new_tokens,
             do_sample=False, eos_token_id=None,

@@ -39,7 +39,7 @@ def main() -> int:
     model, tokenizer = load_embedded_model()
     hf_specstate.enable(model)
     options = {"max_new_tokens": args.new_tokens, "do_sample": False, "return_spec_states": True}
-    options["spec_config"] = {"max_nodes": args.nodes, "strict": True}
+    options["spec_config"] = {"schedule": "constant", "max_nodes": args.nodes, "strict": True}
     histories: dict[str, DraftHistory] = defaultdict(DraftHistory)
     places: dict[str, int] = defaultdict(int)
     rates: dict[str, dict[int, list[float]]] = {FRESH: defaultdict(list), WARM: defaultdict(list)}
