@@ -163,8 +163,7 @@ def decode(
     """The decoding method of an enabled model; arguments and result as of `GenerationMixin._assisted_decoding`."""
     check_assistant(model, assistant_model, tokenizer, assistant_tokenizer, synced_gpus)
     support = _support(model, input_ids, generation_config, model_kwargs)
-    if generation_config.assistant_early_exit is not None:
-        assistant_model = early_exit_view(model, generation_config.assistant_early_exit)
+    assistant_model = _assistant(model, generation_config, assistant_model)
     config = call.with_assistant(assistant_model)
     batch_size = input_ids.shape[0]
     place = place_of(model, batch_size, config.few_rows, has_fixed_slots(model_kwargs[CACHE_NAME]))
@@ -184,16 +183,15 @@ def decode(
         draft_history=_history(model, call, generation_config, batch_size),
         acceptance=acceptance,
     )
-    drafters = _make_drafters(context)
-    # every drafter is asked, as it may refuse the call
+    drafters = _make_drafters(context)  # all are asked whether they need lockstep, as any may refuse the call
     needs_lockstep = [config.lockstep, support.rows == "lockstep", *(d.needs_lockstep(context) for d in drafters)]
     together = batch_size == 1 or any(needs_lockstep) or _needs_lockstep(logits_processor, stopping_criteria)
     schedule = make_schedule(context, together, place.fixed_slots, cost)
     clock, recorder = _recorder(call, config, context.sequences, schedule.wants_times)
-    width = config.tree_width if support.tree and config.acceptance == "match" else 1
+    in_trees = support.tree and config.acceptance == "match"
     output = SpeculativeDecoding(
         target=CachedModel(model, model_kwargs, generation_config, support, config.few_rows),
-        candidates=SpecStateCandidateGenerator(context, drafters, schedule, width),
+        candidates=SpecStateCandidateGenerator(context, drafters, schedule, config.tree_width if in_trees else 1),
         sequences=context.sequences,
         logits_processor=logits_processor,
         stopping_criteria=stopping_criteria,
@@ -229,6 +227,14 @@ def _known(
     if call.spec_profile is not None:
         acceptance, cost = call.spec_profile.begin(model, assistant_model, place)
     return acceptance, cost or recall_cost(model, place)
+
+
+def _assistant(
+    model: PreTrainedModel, generation_config: GenerationConfig, assistant_model: PreTrainedModel | None
+) -> PreTrainedModel | None:
+    """The user's, or the model's own first layers."""
+    layers = generation_config.assistant_early_exit
+    return assistant_model if layers is None else early_exit_view(model, layers)
 
 
 def _other(

@@ -98,6 +98,15 @@ def test_reads_a_round_without_an_assistant(log, inputs, eos_token_id, drafters,
     assert_reads(rounds, reads)
 
 
+@pytest.mark.goodput
+@pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS)
+def test_deciding_reads_nothing(log, inputs):
+    """The default schedule: what it goes by is known on the host, or is the time of events that lie behind."""
+    model = log.watch(hf_specstate.enable(tiny("llama")), "target")
+    model.generate(**inputs(), return_spec_states=True, max_new_tokens=NEW_TOKENS)
+    assert_reads(log.after_each("target"), each=2)
+
+
 @pytest.mark.parametrize("tree_width", [1, 2])
 @pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS)
 def test_one_read_a_step_of_an_assistant(log, inputs, tree_width):
