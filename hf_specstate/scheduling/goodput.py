@@ -160,8 +160,11 @@ class GoodputSchedule(Schedule):
     def _may_propose(self, price: ProposalPrice) -> bool:
         """Whether a drafter without a model is worth asking: proposals save more than it costs, or it costs little."""
         price.quiet_rounds += 1
+        own = price.seconds or 0.0
+        # the cheaper drafters come first: what all save has to pay for them too
+        together = sum(other.seconds for other in self._proposals.values() if other.seconds and other.seconds <= own)
         affordable = PROPOSING_SHARE * self._round_seconds(0) * price.quiet_rounds
-        if (price.seconds or 0.0) > max(self._saved_seconds, affordable):
+        if together > self._saved_seconds and own > affordable:
             return False
         price.quiet_rounds = 0
         return True
