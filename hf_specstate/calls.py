@@ -122,10 +122,16 @@ class SpecCall:
         config = SpecStateConfig.from_any(chosen["spec_config"])
         check_config(config)
         resolved: dict[str, Any] = {}
+        fallback = None
         for name, arguments in TRANSFORMERS_ARGUMENTS.items():
             in_call = [call_kwargs.get(argument) for argument in arguments]
             in_configs = [getattr(known, argument, None) for known in configs for argument in arguments]
             resolved[name] = _first([*in_call, getattr(config, name), *in_configs])
+            if name == "max_nodes" and resolved[name] is not None:
+                # a number of tokens asked for by transformers' arguments is meant as there, unless a schedule is named
+                is_theirs = _first(in_call) is not None or config.max_nodes is None
+                fallback = "constant" if is_theirs else None
+        resolved["schedule"] = resolved["schedule"] or fallback
         returns = bool(chosen["return_spec_states"])
         draft_history, spec_profile = asked.get("draft_history"), asked.get("spec_profile")
         check_spec_profile(spec_profile)
@@ -136,10 +142,13 @@ class SpecCall:
     def with_assistant(self, assistant: PreTrainedModel | None) -> SpecStateConfig:
         """The complete configuration: what is open comes from the assistant's generation config, then from defaults."""
         theirs = getattr(assistant, "generation_config", None)
+        defaults = DEFAULTS
+        if self.resolved["max_nodes"] is None and getattr(theirs, "num_assistant_tokens", None) is not None:
+            defaults = DEFAULTS | {"schedule": "constant"}
         completed: dict[str, Any] = {}
         for name, arguments in TRANSFORMERS_ARGUMENTS.items():
             of_assistant = [getattr(theirs, argument, None) for argument in arguments]
-            completed[name] = _first([self.resolved[name], *of_assistant, DEFAULTS.get(name)])
+            completed[name] = _first([self.resolved[name], *of_assistant, defaults.get(name)])
         if isinstance(completed["max_nodes"], float):  # transformers takes 5.0 for 5
             completed["max_nodes"] = int(completed["max_nodes"])
         return replace(self.config, **completed)

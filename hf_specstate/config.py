@@ -36,8 +36,9 @@ class SpecStateConfig:
             `"match"` accepts a drafted token if the target, decoding as usual, chose the same one. `"rejection"` is
             speculative sampling (https://huggingface.co/papers/2211.17192) of chains drawn from an assistant; it
             accepts more at high temperatures, and gives the same distribution but not the same sample for a seed.
-        schedule (`str`, *optional*, defaults to `"goodput"`):
-            How the number of drafted tokens changes between rounds. `"goodput"` drafts what is expected to give the
+        schedule (`str`, *optional*):
+            How the number of drafted tokens changes between rounds. Defaults to `"constant"` if a number of them was
+            given as `num_assistant_tokens` or `prompt_lookup_num_tokens`, else to `"goodput"`. `"goodput"` drafts what is expected to give the
             most tokens per second, by measured acceptance and measured time, at most `max_nodes` and often nothing.
             The others are transformers' `num_assistant_tokens_schedule`: `"constant"`, `"heuristic"` (two more after a
             full match, one fewer otherwise, remembered by the enabled model) and `"heuristic_transient"` (the same,

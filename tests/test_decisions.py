@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from families import noisy_copy, prompt, tiny
+from transformers import GenerationConfig
 
 import hf_specstate
 from hf_specstate import SpecRound, SpecStates
@@ -123,8 +124,25 @@ def test_goodput_is_the_default_and_the_user_bounds_it(model):
         return [played.num_planned for played in out.spec_states[0].rounds[1:]]
 
     assert max(sizes()) == 15
-    assert max(sizes(assistant_model=noisy_copy(model), num_assistant_tokens=3)) == 3
+    goodput = {"num_assistant_tokens": 3, "num_assistant_tokens_schedule": "goodput"}
+    assert max(sizes(assistant_model=noisy_copy(model), **goodput)) == 3
     assert max(sizes(spec_config={"max_nodes": 6})) == 6
+
+
+@pytest.mark.parametrize("where", ["call", "generation config", "assistant", "prompt lookup"])
+def test_a_number_in_transformers_own_arguments_is_exact(model, where):
+    """As there, where the default schedule is "constant"."""
+    draft, kwargs = tiny("llama"), {"num_assistant_tokens": 3}
+    if where == "generation config":
+        kwargs = {"generation_config": GenerationConfig(num_assistant_tokens=3)}
+    elif where == "assistant":
+        draft.generation_config.num_assistant_tokens, kwargs = 3, {}
+    elif where == "prompt lookup":
+        draft, kwargs = None, {"prompt_lookup_num_tokens": 3}
+    out = model.generate(prompt(), assistant_model=draft, max_new_tokens=24, return_spec_states=True, **kwargs)
+    rounds = out.spec_states[0].rounds[1:]
+    assert all(played.decision is None for played in rounds)
+    assert {played.num_planned for played in rounds[:-1]} == {3}
 
 
 def test_rejection_verifies_all_that_it_drew(model):
