@@ -38,11 +38,11 @@ class SpecStateConfig:
             accepts more at high temperatures, and gives the same distribution but not the same sample for a seed.
         schedule (`str`, *optional*):
             How the number of drafted tokens changes between rounds. Defaults to `"constant"` if a number of them was
-            given as `num_assistant_tokens` or `prompt_lookup_num_tokens`, else to `"goodput"`. `"goodput"` drafts what is expected to give the
-            most tokens per second, by measured acceptance and measured time, at most `max_nodes` and often nothing.
-            The others are transformers' `num_assistant_tokens_schedule`: `"constant"`, `"heuristic"` (two more after a
-            full match, one fewer otherwise, remembered by the enabled model) and `"heuristic_transient"` (the same,
-            forgotten after the call).
+            given as `num_assistant_tokens` or `prompt_lookup_num_tokens`, else to `"goodput"`, which drafts what is
+            expected to give the most tokens per second, by measured acceptance and measured time, at most `max_nodes`
+            and often nothing. The others are transformers' `num_assistant_tokens_schedule`: `"constant"`, `"heuristic"`
+            (two more after a full match, one fewer otherwise, remembered by the enabled model) and
+            `"heuristic_transient"` (the same, forgotten after the call).
         confidence_threshold (`float`, *optional*):
             An assistant stops drafting after a token to which it gave less than this probability
             (`assistant_confidence_threshold`). Unset drafts on regardless.
