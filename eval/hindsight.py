@@ -21,12 +21,12 @@ import torch
 from tqdm import tqdm
 
 import hf_specstate
-from eval.config import without_folders
 from eval.cost_curve import cost_curve
 from eval.data import load_questions
 from eval.embedded_model import load_embedded_model
 from eval.markdown import table
 from eval.prompts import encode
+from eval.small_pages import publish
 from eval.statistics import ALL
 from hf_specstate.few_rows import few_rows_view
 from hf_specstate.states import SpecRound
@@ -70,7 +70,7 @@ class Rounds:
     def priced(self, curve: dict[int, float]) -> float:
         """Tokens a second, if forwards cost what the curve says."""
         forwards = sum(curve[width] for width in self.widths)
-        return self.tokens / (forwards + statistics.fmean(self.beside) * len(self.beside))
+        return self.tokens / (forwards + sum(self.beside))
 
 
 def main() -> int:
@@ -106,19 +106,19 @@ def main() -> int:
     return 0
 
 
-def write(out: Path | None, played: dict[str, dict[str, Rounds]], curve: dict[int, float]) -> None:
-    def rates(by_setting: dict[str, Rounds], is_priced: bool) -> dict[str, float]:
-        return {name: r.priced(curve) if is_priced else r.measured() for name, r in by_setting.items()}
+def against_the_best(rates: dict[str, float]) -> list[str]:
+    """Cells: the fixed setting with the best rate, that rate, the schedule's, and their ratio."""
+    fixed = {name: rate for name, rate in rates.items() if name != SCHEDULE}
+    best = max(fixed, key=lambda name: fixed[name])
+    return [best, f"{fixed[best]:.1f}", f"{rates[SCHEDULE]:.1f}", f"{rates[SCHEDULE] / fixed[best]:.2f}"]
 
+
+def write(out: Path | None, played: dict[str, dict[str, Rounds]], curve: dict[int, float]) -> None:
     rows = []
     for category, by_setting in played.items():
-        row = [category]
-        for is_priced in (True, False):
-            rate = rates(by_setting, is_priced)
-            fixed = {name: value for name, value in rate.items() if name != SCHEDULE}
-            best = max(fixed, key=lambda name: fixed[name])
-            row += [best, f"{fixed[best]:.1f}", f"{rate[SCHEDULE]:.1f}", f"{rate[SCHEDULE] / fixed[best]:.2f}"]
-        rows.append(row)
+        priced = {name: rounds.priced(curve) for name, rounds in by_setting.items()}
+        measured = {name: rounds.measured() for name, rounds in by_setting.items()}
+        rows.append([category, *against_the_best(priced), *against_the_best(measured)])
     head = ["category"]
     for kind in ("priced", "measured"):
         head += [f"best fixed setting, {kind}", "its tokens/s", "goodput", "ratio"]
@@ -128,18 +128,13 @@ def write(out: Path | None, played: dict[str, dict[str, Rounds]], curve: dict[in
          f"{1e3 * statistics.fmean(r.beside):.1f}", f"{r.priced(curve):.1f}", f"{r.measured():.1f}"]
         for name, r in everything.items()
     ]  # fmt: skip
-    command = " ".join(["python -m eval.hindsight", *map(without_folders, sys.argv[1:])])
-    lines = [f"`{command}`", "", *table(head, rows), "", "Over all questions:", ""]
+    lines = [*table(head, rows), "", "Over all questions:", ""]
     lines += table(
         ["setting", "tokens a forward", "nodes", "beside the forward, ms", "priced tokens/s", "measured tokens/s"],
         settings,
     )
     lines += ["", "Cost of a forward by its width, ms: " + ", ".join(f"{w}: {1e3 * s:.0f}" for w, s in curve.items())]
-    text = "\n".join([*lines, ""])
-    print(text)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "hindsight.md").write_text(text, encoding="utf-8")
+    publish("hindsight", lines, out)
 
 
 if __name__ == "__main__":

@@ -23,11 +23,11 @@ from tqdm import tqdm
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 import hf_specstate
-from eval.config import without_folders
 from eval.data import load_questions
 from eval.embedded_model import load_embedded_model
 from eval.markdown import table
 from eval.prompts import encode, left_padded
+from eval.small_pages import publish
 from hf_specstate import DraftHistory
 
 
@@ -125,13 +125,8 @@ def write(out: Path | None, cases: list[Case], ratios: dict[tuple[str, bool], li
         return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
     rows = [[case.name, *(cell(ratios[case.name, few_rows]) for few_rows in (True, False))] for case in cases]
-    command = " ".join(["python -m eval.no_regret", *map(without_folders, sys.argv[1:])])
     head = ["adverse", "speed against plain, median (range)", "with torch's own products"]
-    text = "\n".join([f"`{command}`", "", *table(head, rows), ""])
-    print(text)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "no_regret.md").write_text(text, encoding="utf-8")
+    publish("no_regret", table(head, rows), out)
 
 
 if __name__ == "__main__":

@@ -21,13 +21,13 @@ from tqdm import tqdm
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_specstate
-from eval.config import without_folders
 from eval.cost_curve import cost_curve
 from eval.data import Question, load_questions
 from eval.embedded_model import load_embedded_model
-from eval.hindsight import SCHEDULE, Rounds
+from eval.hindsight import SCHEDULE, Rounds, against_the_best
 from eval.markdown import table
 from eval.prompts import encode
+from eval.small_pages import publish
 from hf_specstate.few_rows import few_rows_view
 from hf_specstate.states import SpecRound
 
@@ -118,25 +118,14 @@ def write(out: Path | None, played: dict[str, list[list[SpecRound]]], curve: dic
             rates[name] = (inside.priced(curve), inside.measured())
         row = [title]
         for kind in (0, 1):
-            fixed = {name: rate[kind] for name, rate in rates.items() if name != SCHEDULE}
-            best = max(fixed, key=lambda name: fixed[name])
-            row += [
-                best,
-                f"{fixed[best]:.1f}",
-                f"{rates[SCHEDULE][kind]:.1f}",
-                f"{rates[SCHEDULE][kind] / fixed[best]:.2f}",
-            ]
+            row += against_the_best({name: rate[kind] for name, rate in rates.items()})
         rows.append(row)
     head = ["stretch"]
     for name in ("priced", "measured"):
         head += [f"best size, {name}", "its tokens/s", "goodput", "ratio"]
-    command = " ".join(["python -m eval.reaction", *map(without_folders, sys.argv[1:])])
-    text = "\n".join([f"`{command}`", "", *table(head, rows), "", "![Sizes](reaction.png)", ""])
-    print(text)
+    publish("reaction", [*table(head, rows), "", "![Sizes](reaction.png)"], out)
     if out is None:
         return
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "reaction.md").write_text(text, encoding="utf-8")
     figure = Figure(figsize=(7, 3), layout="constrained")
     axes = figure.subplots()
     axes.axvspan(stretch, 2 * stretch, color="#EEEEEE")

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from eval.cost_models import CostModel, CpuLike, GpuFlat, Steep
 from eval.markdown import table
 from eval.schedule_world import play
+from eval.small_pages import publish
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CHANCES = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
@@ -41,8 +42,7 @@ def main() -> int:
 
 
 def write(out: Path | None, usual: dict[tuple[str, int, float], tuple[int, int, float]]) -> None:
-    lines = ["`python -m eval.schedule_plot`", ""]
-    lines += ["**Simulated.** Usual size of drafts / the best one, and the share of its tokens per second that is"]
+    lines = ["**Simulated.** Usual size of drafts / the best one, and the share of its tokens per second that is"]
     lines += ["reached, exploring included. At first, drafts are believed to be right half of the time."]
     for model in MODELS:
         rows = []
@@ -50,12 +50,9 @@ def write(out: Path | None, usual: dict[tuple[str, int, float], tuple[int, int, 
             found = [usual[model.name, batch, chance] for batch in BATCHES]
             rows.append([f"{chance}", *(f"{size} / {best} ({share:.2f})" for size, best, share in found)])
         lines += ["", f"## `{model.name}`", "", *table(["acceptance", *(f"batch {b}" for b in BATCHES)], rows)]
-    text = "\n".join([*lines, "", "![Sizes](schedule_plot.png)", ""])
-    print(text)
+    publish("schedule_plot", [*lines, "", "![Sizes](schedule_plot.png)"], out)
     if out is None:
         return
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "schedule_plot.md").write_text(text, encoding="utf-8")
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     panels = figure.subplots(1, len(MODELS), sharey=True)
     for axes, model in zip(panels, MODELS, strict=True):

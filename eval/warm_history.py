@@ -18,11 +18,11 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import hf_specstate
-from eval.config import without_folders
 from eval.data import load_questions
 from eval.embedded_model import load_embedded_model
 from eval.markdown import table
 from eval.prompts import encode
+from eval.small_pages import publish
 from hf_specstate import DraftHistory
 
 FRESH, WARM = "nothing kept", "history kept"
@@ -72,13 +72,9 @@ def write(out: Path | None, rates: dict, by_category: dict) -> None:
         "",
         *table(["category", FRESH, WARM], [[c, mean(r[FRESH]), mean(r[WARM])] for c, r in by_category.items()]),
     ]
-    command = " ".join(["python -m eval.warm_history", *map(without_folders, sys.argv[1:])])
-    text = "\n".join([f"`{command}`: mean tokens per forward", "", *lines, ""])
-    print(text)
+    publish("warm_history", lines, out, note=": mean tokens per forward")
     if out is None:
         return
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "warm_history.md").write_text(text, encoding="utf-8")
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = figure.subplots()
     for name, by_place in rates.items():

@@ -75,6 +75,8 @@ class SpecCall:
     Args:
         config ([`SpecStateConfig`]): As the user gave it.
         resolved (`dict`): Its fields that have an equivalent among transformers' arguments; None where nothing is set.
+        bounds (`bool`): The number of tokens is the configuration's, an upper bound. In transformers' arguments it is
+            exact, unless a schedule is named.
         return_spec_states (`bool`): Record the states.
         spec_streamer ([`SpecStreamer`], *optional*): Gets every round as it ends.
         draft_history (*optional*): See [`HistoryOfRows`].
@@ -85,6 +87,7 @@ class SpecCall:
 
     config: SpecStateConfig
     resolved: dict[str, Any]
+    bounds: bool
     return_spec_states: bool
     is_explicit: bool
     spec_streamer: SpecStreamer | None = None
@@ -122,33 +125,29 @@ class SpecCall:
         config = SpecStateConfig.from_any(chosen["spec_config"])
         check_config(config)
         resolved: dict[str, Any] = {}
-        fallback = None
         for name, arguments in TRANSFORMERS_ARGUMENTS.items():
             in_call = [call_kwargs.get(argument) for argument in arguments]
             in_configs = [getattr(known, argument, None) for known in configs for argument in arguments]
             resolved[name] = _first([*in_call, getattr(config, name), *in_configs])
-            if name == "max_nodes" and resolved[name] is not None:
-                # a number of tokens asked for by transformers' arguments is meant as there, unless a schedule is named
-                is_theirs = _first(in_call) is not None or config.max_nodes is None
-                fallback = "constant" if is_theirs else None
-        resolved["schedule"] = resolved["schedule"] or fallback
+            if name == "max_nodes":
+                bounds = config.max_nodes is not None and _first(in_call) is None
         returns = bool(chosen["return_spec_states"])
         draft_history, spec_profile = asked.get("draft_history"), asked.get("spec_profile")
         check_spec_profile(spec_profile)
         given = (chosen["spec_config"], spec_streamer, draft_history, spec_profile)
         explicit = returns or any(value is not None for value in given)
-        return cls(config, resolved, returns, explicit, spec_streamer, draft_history, spec_profile)
+        return cls(config, resolved, bounds, returns, explicit, spec_streamer, draft_history, spec_profile)
 
     def with_assistant(self, assistant: PreTrainedModel | None) -> SpecStateConfig:
         """The complete configuration: what is open comes from the assistant's generation config, then from defaults."""
         theirs = getattr(assistant, "generation_config", None)
-        defaults = DEFAULTS
-        if self.resolved["max_nodes"] is None and getattr(theirs, "num_assistant_tokens", None) is not None:
-            defaults = DEFAULTS | {"schedule": "constant"}
         completed: dict[str, Any] = {}
         for name, arguments in TRANSFORMERS_ARGUMENTS.items():
             of_assistant = [getattr(theirs, argument, None) for argument in arguments]
-            completed[name] = _first([self.resolved[name], *of_assistant, defaults.get(name)])
+            completed[name] = _first([self.resolved[name], *of_assistant])
+        if completed["max_nodes"] is not None and not self.bounds:
+            completed["schedule"] = completed["schedule"] or "constant"
+        completed = {name: _first([value, DEFAULTS.get(name)]) for name, value in completed.items()}
         if isinstance(completed["max_nodes"], float):  # transformers takes 5.0 for 5
             completed["max_nodes"] = int(completed["max_nodes"])
         return replace(self.config, **completed)

@@ -86,8 +86,9 @@ class SpecStateCandidateGenerator(CandidateGenerator):
         trees = {}
         for row, limit in limits.items():
             if proposals[row]:
-                self.acceptance.propose(row, merge(proposals[row]))
-                trees[row] = self._judged(row, proposals[row], *limit)
+                merged = merge(proposals[row])
+                self.acceptance.propose(row, merged)
+                trees[row] = self._judged(row, merged, *limit)
         trees = self.schedule.choose(rows, trees)
         return [trees.get(row, TokenTree()) for row in range(sequences.batch_size)]
 
@@ -109,7 +110,7 @@ class SpecStateCandidateGenerator(CandidateGenerator):
         """
         known: dict[int, TokenTree] = {}
         if drafter.extends or drafter.runs is not None:
-            known = {row: self._judged(row, proposals[row], *limits[row]) for row in limits if proposals[row]}
+            known = {row: self._judged(row, merge(proposals[row]), *limits[row]) for row in limits if proposals[row]}
         ask = self.schedule.ask(drafter, rows, known)
         if not ask.max_nodes:
             return
@@ -140,9 +141,8 @@ class SpecStateCandidateGenerator(CandidateGenerator):
             for request, proposal in zip(requests, proposals, strict=True)
         ]
 
-    def _judged(self, row: int, proposals: list[TokenTree], max_nodes: int, max_depth: int) -> TokenTree:
-        """The likeliest nodes of the proposals for a row, with the chances that they have by experience."""
-        merged = merge(proposals)
+    def _judged(self, row: int, merged: TokenTree, max_nodes: int, max_depth: int) -> TokenTree:
+        """The likeliest nodes of what was proposed for a row, with the chances that they have by experience."""
         chances = self.acceptance.estimate(row, merged)
         return likeliest(replace(merged, confidences=chances), max_nodes, max_depth, self.width)
 

@@ -126,14 +126,7 @@ class SpeculativeDecoding:
     def round(self) -> None:
         """Draft, plan, verify, walk, keep, learn."""
         trees = self.draft()
-        batch = self.plan(trees)
-        self.drafted = self.clock.mark()
-        began = time.perf_counter()
-        self.target.prepare(batch)
-        self.host_began += time.perf_counter() - began  # not what a round takes
-        self.launched = self.clock.mark()
-        outputs = self.target.forward(batch)
-        self.verified = self.clock.mark()
+        outputs = self.verify(self.plan(trees))
         try:
             self.walk(outputs, trees)
         finally:  # also when a streamer raised half-way: the cache then holds what was delivered, as in plain decoding
@@ -164,7 +157,18 @@ class SpeculativeDecoding:
         roots = [None if self.is_idle(row) else tokens[-1] for row, tokens in enumerate(self.sequences.tokens)]
         return TreeBatch.pack(roots, trees, self.sequences.pad_token_id, width, self.together)
 
-    # ------------------------------------------------------------------ walk
+    # ------------------------------------------------------------------ verify, walk
+
+    def verify(self, batch: TreeBatch) -> ModelOutput:
+        """One forward of the target over all trees."""
+        self.drafted = self.clock.mark()
+        began = time.perf_counter()
+        self.target.prepare(batch)
+        self.host_began += time.perf_counter() - began  # done once, and not what a round takes
+        self.launched = self.clock.mark()
+        outputs = self.target.forward(batch)
+        self.verified = self.clock.mark()
+        return outputs
 
     def answers(self, outputs: ModelOutput) -> torch.Tensor:
         """`(batch_size, width, vocab_size)`: the target's logits, in the precision that plain decoding uses."""
@@ -321,20 +325,25 @@ class SpeculativeDecoding:
 
     def learn(self, outcomes: list[DraftOutcome]) -> None:
         """Tells drafters and schedule how it went."""
-        if self.candidates.schedule.wants_times and self.num_rounds > 1:  # the prefill is none of its business
-            # The tokens that the target chose have been read, so the clock need not wait for its forward. Where it only
-            # knows when the forward was launched, that reading is what has waited for it.
-            is_exact = self.sequences.device.type in ("cpu", "cuda")
-            forward = self.clock.seconds(self.launched, self.verified if is_exact else self.ended)
-            other = time.perf_counter() - self.host_began - forward
-            width = self.selection.logits.shape[1]
-            self.candidates.schedule.observe_times(RoundTimes(width, forward, max(other, 0.0)))
+        schedule = self.candidates.schedule
+        if schedule.wants_times and self.num_rounds > 1:  # the prefill is none of its business
+            schedule.observe_times(self.times())
         self.host_began = time.perf_counter()
         self.began = self.clock.mark()
         self.candidates.observe(outcomes)
         for outcome in outcomes:
             outcome.logits = None
         self.selection.end_round()
+
+    def times(self) -> RoundTimes:
+        """
+        Of this round, without waiting for the device: the tokens that the target chose have been read, so its forward
+        is done. Where the clock only knows when it was launched, that reading is what has waited for it.
+        """
+        is_exact = self.sequences.device.type in ("cpu", "cuda")
+        forward = self.clock.seconds(self.launched, self.verified if is_exact else self.ended)
+        other = time.perf_counter() - self.host_began - forward
+        return RoundTimes(self.selection.logits.shape[1], forward, max(other, 0.0))
 
     def result(self) -> ModelOutput | torch.Tensor:
         """What `generate()` returns."""

@@ -145,6 +145,15 @@ def test_a_number_in_transformers_own_arguments_is_exact(model, where):
     assert {played.num_planned for played in rounds[:-1]} == {3}
 
 
+def test_a_schedule_of_the_assistants_goes_before_a_bare_number(model):
+    """The assistant's settings come last, but they are settings."""
+    draft = tiny("llama")
+    draft.generation_config.num_assistant_tokens_schedule = "heuristic_transient"
+    options = {"max_new_tokens": 30, "return_spec_states": True, "num_assistant_tokens": 2}
+    rounds = model.generate(prompt(), assistant_model=draft, **options).spec_states[0].rounds[1:]
+    assert [played.num_planned for played in rounds[:3]] == [2, 4, 6]
+
+
 def test_rejection_verifies_all_that_it_drew(model):
     torch.manual_seed(0)
     options = {"do_sample": True, "spec_config": {"acceptance": "rejection"}, "return_spec_states": True}

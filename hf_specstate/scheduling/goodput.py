@@ -122,7 +122,7 @@ class GoodputSchedule(Schedule):
         self._round_drafting = 0.0  # seconds of drafting models in this round
         self._asked: list[ModelPrice] = []  # those models
         self._elapsed = self._explored = 0.0
-        self._exploring: Best | None = None  # in whose place this round explores
+        self._worth = math.inf  # seconds that this round may take, if it explores, without losing anything
         self._free_forwards = 0.0 if cost.measured else EXPLORING_FORWARDS
 
     # ------------------------------------------------------------------ before drafting
@@ -136,7 +136,14 @@ class GoodputSchedule(Schedule):
         if drafter.runs is None:
             return Ask(self._max_nodes if self._may_propose(self._proposals[id(drafter)]) else 0)
         price = self._prices[id(drafter)]
-        self._asked.append(price)
+        ask = self._ask_model(drafter, price, rows, known)
+        if ask.max_nodes:
+            self._asked.append(price)
+        return ask
+
+    def _ask_model(
+        self, drafter: Drafter, price: ModelPrice, rows: Sequence[int], known: Mapping[int, TokenTree]
+    ) -> Ask:
         if price.begin_seconds is None:
             return Ask(min(FIRST_DRAFT, self._max_nodes))
         without = self._best(self._totals(rows, known))
@@ -151,7 +158,6 @@ class GoodputSchedule(Schedule):
         was_right = first > price.probed_at + PROMISING  # at its last probe: then it is soon asked again
         is_due = was_right or price.idle_rounds >= price.wait
         if not is_due or not self._can_pay(price, len(rows), without.rate):
-            self._asked.remove(price)
             return Ask(0)
         price.wait = FIRST_WAIT if was_right else min(2 * price.wait, LONGEST_WAIT)
         price.idle_rounds, price.probed_at = 0, first
@@ -200,12 +206,12 @@ class GoodputSchedule(Schedule):
         best, drafting = self._best(totals), self._best(totals, least=1)
         self._save(rows, trees, best)
         num_nodes, why = best.num_nodes, "best" if best.num_nodes else "off"
-        self._exploring = None
+        self._worth = math.inf
         if not self._cuts and any(tree.draft_probs is not None for tree in trees.values()):
             num_nodes, why = len(totals) - 1, "fixed"
         elif (explored := self._explore(totals, best)) is not None:
             num_nodes, why = explored, "explore"
-            self._exploring = Best(best.num_nodes, totals[num_nodes], 0.0, best.rate)
+            self._worth = totals[explored] / best.rate
         for price in self._asked:
             price.in_vain = why == "off"
         self._asked.clear()
@@ -324,9 +330,8 @@ class GoodputSchedule(Schedule):
 
     def observe_times(self, times: RoundTimes) -> None:
         forward, other = self._agree([times.forward_seconds, times.other_seconds])
-        if self._exploring is not None and self._exploring.rate:
-            loss = forward + self.cost.overhead - self._exploring.tokens / self._exploring.rate
-            self._explored += max(loss, 0.0)
+        if self.cost.measured:  # the very first forward has nothing to be compared with
+            self._explored += max(forward + self.cost.overhead - self._worth, 0.0)
         self.cost.observe(times.width, forward, max(other - self._round_drafting, 0.0))
         self._elapsed += forward + other
         self._round_drafting = 0.0
