@@ -165,21 +165,35 @@ def peaked(*tokens: int) -> torch.Tensor:
     return logits
 
 
+def successors(table: SuccessorTable, text: int, before: int, token: int) -> tuple[list[int], torch.Tensor]:
+    found, probs = table.successors(torch.tensor(text), torch.tensor(before), torch.tensor(token), VOCAB)
+    return found.tolist(), probs
+
+
 def test_successors_of_pairs_go_before_those_of_tokens():
     table = SuccessorTable(2, torch.device("cpu"))
-    table.update([(1, 5), (2, 5), (NOTHING, 4)], torch.stack([peaked(7, 8), peaked(9, 3), peaked(1, 2)]))
-    before, tokens = torch.tensor([1, 2, 4, 4, NOTHING]), torch.tensor([5, 5, 5, 6, 4])
-    found, probs = table.successors(before, tokens, VOCAB)
-    assert found[[0, 1, 2, 4]].tolist() == [[7, 8], [9, 3], [9, 3], [1, 2]]
-    assert torch.allclose(probs[0], peaked(7, 8).softmax(-1)[[7, 8]]) and probs[3].tolist() == [0, 0]
+    pairs = [(1, 5), (2, 5), (NOTHING, 4)]
+    table.update([(0, pairs, torch.stack([peaked(7, 8), peaked(9, 3), peaked(1, 2)]))])
+    for before, token, expected in ((1, 5, [7, 8]), (2, 5, [9, 3]), (4, 5, [9, 3]), (NOTHING, 4, [1, 2])):
+        assert successors(table, 0, before, token)[0] == expected
+    assert torch.allclose(successors(table, 0, 1, 5)[1], peaked(7, 8).softmax(-1)[[7, 8]])
+    assert successors(table, 0, 4, 6)[1].tolist() == [0, 0]
 
 
 def test_the_last_slot_about_a_token_counts():
     table = SuccessorTable(2, torch.device("cpu"))
-    table.update([(1, 5), (1, 5), (1, 5)], torch.stack([peaked(7, 8), peaked(9, 3), peaked(1, 2)]))
+    table.update([(0, [(1, 5), (1, 5), (1, 5)], torch.stack([peaked(7, 8), peaked(9, 3), peaked(1, 2)]))])
     for before in (1, 2):
-        found, _ = table.successors(torch.tensor([before]), torch.tensor([5]), VOCAB)
-        assert found.tolist() == [[1, 2]]
+        assert successors(table, 0, before, 5)[0] == [1, 2]
+
+
+def test_texts_of_a_table_learn_apart():
+    table = SuccessorTable(2, torch.device("cpu"), num_texts=3)
+    seen = [(2, [(1, 5)], peaked(7, 8)[None]), (0, [(1, 5), (5, 6)], torch.stack([peaked(9, 3), peaked(1, 2)]))]
+    table.update(seen)
+    assert successors(table, 2, 1, 5)[0] == [7, 8]
+    assert successors(table, 0, 1, 5)[0] == [9, 3] and successors(table, 0, 5, 6)[0] == [1, 2]
+    assert successors(table, 2, 5, 6)[1].tolist() == [0, 0] and successors(table, 1, 1, 5)[1].tolist() == [0, 0]
 
 
 def proposed(drafter: Drafter, asked: DraftRequest) -> TokenTree:

@@ -5,6 +5,8 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -147,6 +149,30 @@ def check_sharded_model(rank: int) -> None:
         enable(copy.deepcopy(reference)).generate(prompt(), assistant_model=model, synced_gpus=True, **GREEDY)
 
 
+def check_tensor_parallel_model(rank: int) -> None:
+    with tempfile.TemporaryDirectory() as own:
+        folders = [own]
+        dist.broadcast_object_list(folders)  # only the first rank writes files
+        tiny("llama").save_pretrained(folders[0])
+        dist.barrier()
+        model = AutoModelForCausalLM.from_pretrained(folders[0], tp_plan="auto")
+        dist.barrier()
+    assert model.tp_size == 2
+    enable(model)
+    draft = noisy_copy(tiny("llama"))
+    draft.register_forward_hook(lambda *_: time.sleep(0.003 * rank))  # to the second rank, drafting looks expensive
+    always, goodput = dict(strict=True, schedule="constant"), dict(strict=True, schedule="goodput")
+    for spec_config in (always | dict(tree_width=2), goodput, goodput | dict(lockstep=True)):
+        for rows, assistant in ((1, None), (1, draft), (3, None), (3, draft)):
+            ids, forwards = torch.cat([prompt(seed=row) for row in range(rows)]), []
+            handle = model.register_forward_hook(lambda *_, seen=forwards: seen.append(1))
+            options = dict(assistant_model=assistant, spec_config=spec_config)
+            out = model.generate(ids, return_spec_states=True, max_new_tokens=40, do_sample=False, **options)
+            handle.remove()
+            assert torch.equal(out.sequences, model.generate(ids, max_new_tokens=40, do_sample=False))
+            assert_equal_on_all_ranks(len(forwards))
+
+
 def check_gathering(rank: int) -> None:
     from accelerate import Accelerator
 
@@ -174,6 +200,8 @@ def check_gathering(rank: int) -> None:
     assert len(history) == want.sequences.numel()
 
 
-@pytest.mark.parametrize("check", [check_synced_ranks, check_sharded_model, check_gathering])
+@pytest.mark.parametrize(
+    "check", [check_synced_ranks, check_sharded_model, check_tensor_parallel_model, check_gathering]
+)
 def test_ranks_stay_in_step(check, tmp_path):
     run_ranks(check, tmp_path)

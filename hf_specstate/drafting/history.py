@@ -1,6 +1,7 @@
 """Drafting from what was written before: in this text, in the batch's other rows, in earlier calls."""
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,9 +17,9 @@ MOST_CONTINUATIONS = 32  # that vote
 VOTE_BASE = 3.0
 
 
-def reliability(match_length: np.ndarray | float) -> np.ndarray | float:
+def reliability(match_length: float) -> float:
     """How often a text goes on as it did where so many of its last tokens had occurred, all votes agreeing."""
-    return 0.92 - 0.65 * np.exp(-np.asarray(match_length) / 3.0)
+    return 0.92 - 0.65 * math.exp(-match_length / 3.0)
 
 
 @dataclass
@@ -86,8 +87,10 @@ def weighted_tree(continuations: np.ndarray, lengths: np.ndarray, request: Draft
         source (`str`): Of the nodes.
     """
     tree = TokenTree()
-    votes = VOTE_BASE ** (lengths - lengths.max()).astype(np.float64)
     rows: list[list[int]] = continuations.tolist()
+    matched: list[int] = lengths.tolist()
+    most = max(matched)
+    votes = [VOTE_BASE ** (length - most) for length in matched]
     # (-chance, order of arrival, parent, token, confidence, places that went this way)
     waiting: list[tuple[float, int, int, int, float, list[int]]] = []
     arrivals = 0
@@ -99,11 +102,10 @@ def weighted_tree(continuations: np.ndarray, lengths: np.ndarray, request: Draft
             if depth < len(rows[place]) and rows[place][depth] != SEPARATOR:
                 by_token.setdefault(rows[place][depth], []).append(place)
         total = sum(votes[place] for place in places)
-        ranked = sorted(by_token.items(), key=lambda item: -sum(votes[place] for place in item[1]))
-        for token, members in ranked[: request.width]:
-            share = sum(votes[place] for place in members) / total
-            longest = max(int(lengths[place]) for place in members) + depth
-            confidence = float(share * reliability(longest))
+        shares = {token: sum(votes[place] for place in members) / total for token, members in by_token.items()}
+        for token in sorted(shares, key=lambda token: -shares[token])[: request.width]:
+            members = by_token[token]
+            confidence = shares[token] * reliability(max(matched[place] for place in members) + depth)
             heapq.heappush(waiting, (-chance * confidence, arrivals, parent, token, confidence, members))
             arrivals += 1
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from threading import Lock
 from typing import ClassVar
 
@@ -15,61 +16,69 @@ from .base import DraftContext, Drafter, DraftOutcome, DraftRequest
 DEPTH = 6  # of trees
 PLACES = 2**16
 NOTHING = -1
+Seen = tuple[int, Sequence[tuple[int, int]], torch.Tensor]  # see [`SuccessorTable.update`]
 
 
 class SuccessorTable:
     """
     For tokens and for pairs of tokens, the target's `k` likeliest next tokens when it last came by, with their
-    probabilities. Lies on the target's device and takes `65,536 * (8 + 8 * k)` bytes there, whatever the vocabulary:
-    what falls into the place of something else replaces it. Threads may share it.
+    probabilities. Lies on the target's device and takes `65,536 * (8 + 8 * k)` bytes there for each text, whatever the
+    vocabulary: what falls into the place of something else replaces it. Threads may share it.
 
     Args:
         k (`int`): Successors of each.
         device (`torch.device`): Of the target's logits.
+        num_texts (`int`, *optional*, defaults to 1): That learn apart from each other.
     """
 
-    def __init__(self, k: int, device: torch.device):
+    def __init__(self, k: int, device: torch.device, num_texts: int = 1):
         self.k = k
-        self.keys = torch.full((PLACES,), NOTHING, dtype=torch.long, device=device)  # what each place is about
-        self.token_ids = torch.zeros((PLACES, k), dtype=torch.int32, device=device)
-        self.probs = torch.zeros((PLACES, k), device=device)
+        size = num_texts * PLACES
+        self.keys = torch.full((size,), NOTHING, dtype=torch.long, device=device)  # what each place is about
+        self.token_ids = torch.zeros((size, k), dtype=torch.int32, device=device)
+        self.probs = torch.zeros((size, k), device=device)
         self._lock = Lock()
 
-    def update(self, pairs: Sequence[tuple[int, int]], logits: torch.Tensor) -> None:
+    def update(self, seen: Sequence[Seen]) -> None:
         """
         Args:
-            pairs (`list[tuple[int, int]]` of length `slots`): The last two tokens in each slot; `NOTHING` before a
-                text's first.
-            logits (`torch.FloatTensor` of shape `(slots, vocab_size)`): The target's, after them.
+            seen (`list[tuple]`): For some texts, `(text, pairs, logits)`: which it is; the last two tokens in each of
+                `slots`, `NOTHING` before a text's first; and the target's logits after them, of shape `(slots,
+                vocab_size)`.
         """
-        vocab_size = logits.shape[1]
         # the last slot that is about a place has it: the device would let any of them win
         latest: dict[int, tuple[int, int]] = {}
-        for slot, (before, token) in enumerate(pairs):
-            for key in (token, _pair(before, token, vocab_size)):
-                latest[_place(key)] = (key, slot)
+        slot = 0
+        for text, pairs, logits in seen:
+            for before, token in pairs:
+                for key in (token, _pair(before, token, logits.shape[1])):
+                    latest[text * PLACES + _place(key)] = (key, slot)
+                slot += 1
         changes = torch.tensor([(place, key, slot) for place, (key, slot) in latest.items()])
-        places, keys, slots = changes.to(logits.device, non_blocking=True).unbind(1)
-        values, successors = logits.topk(min(self.k, vocab_size), dim=-1)
-        probs = (values - logits.logsumexp(dim=-1, keepdim=True)).exp()
-        missing = (0, self.k - values.shape[1])
+        places, keys, slots = changes.to(self.keys.device, non_blocking=True).unbind(1)
+        best = [logits.topk(min(self.k, logits.shape[1]), dim=-1) for _, _, logits in seen]
+        norms = [logits.logsumexp(dim=-1, keepdim=True) for _, _, logits in seen]
+        probs = (torch.cat([values for values, _ in best]) - torch.cat(norms)).exp()
+        successors = torch.cat([tokens for _, tokens in best])
+        missing = (0, self.k - probs.shape[1])
         with self._lock:
             self.keys[places] = keys
             self.token_ids[places] = pad(successors.int(), missing)[slots]
             self.probs[places] = pad(probs, missing)[slots]
 
     def successors(
-        self, before: torch.Tensor, tokens: torch.Tensor, vocab_size: int
+        self, texts: torch.Tensor, before: torch.Tensor, tokens: torch.Tensor, vocab_size: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        `(token_ids, probs)`, each of shape `(tokens, k)`, after the pair where it was seen, else after the token; with
-        probability 0 where neither was.
+        `(token_ids, probs)`, each of shape `(*tokens.shape, k)`, after the pair where its text has seen it, else after
+        the token; with probability 0 where neither was seen.
         """
         pairs = _pair(before, tokens, vocab_size)
+        of_pairs, of_tokens = texts * PLACES + _place(pairs), texts * PLACES + _place(tokens)
         with self._lock:
-            places = torch.where(self.keys[_place(pairs)] == pairs, _place(pairs), _place(tokens))
+            places = torch.where(self.keys[of_pairs] == pairs, of_pairs, of_tokens)
             is_known = (self.keys[places] == pairs) | (self.keys[places] == tokens)
-            return self.token_ids[places].long(), self.probs[places] * is_known[:, None]
+            return self.token_ids[places].long(), self.probs[places] * is_known[..., None]
 
 
 def _pair(before, token, vocab_size: int):
@@ -102,44 +111,59 @@ class RecyclingDrafter(Drafter):
     def start(self, context: DraftContext) -> None:
         self._sequences = context.sequences
         self._vocab_size = context.vocab_size
-        device, earlier = context.input_ids.device, context.draft_history
-        self._tables = [
-            SuccessorTable(self.top_k, device) if earlier is None else earlier.successors(row, self.top_k, device)
-            for row in range(context.sequences.batch_size)
-        ]
+        device, earlier, rows = context.input_ids.device, context.draft_history, range(context.sequences.batch_size)
+        # of each row, its table and which of the table's texts it is
+        if earlier is None:
+            table = SuccessorTable(self.top_k, device, len(rows))
+            self._texts = [(table, row) for row in rows]
+        else:
+            self._texts = [(earlier.successors(row, self.top_k, device), 0) for row in rows]
 
     def propose_rows(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
-        """All rows' trees are grown on the device, and read at once."""
-        grown = [self._grow(request) for request in requests]
-        values = to_host(torch.cat([level for levels in grown for level in levels], dim=1))
-        trees, start = [], 0
-        for levels in grown:
-            sizes = [level.shape[1] for level in levels]
-            trees.append(_tree_of([row[start : start + sum(sizes)] for row in values], sizes, self.name))
-            start += sum(sizes)
-        return trees
+        """All rows' trees are grown on the device, level by level, and read at once."""
+        width = min(max(request.width for request in requests), self.top_k)
+        max_nodes = max(request.max_nodes for request in requests)
+        sizes = [1]  # paths in each level
+        for _ in range(min(DEPTH, max_nodes, max(request.max_depth for request in requests))):
+            sizes.append(min(max_nodes, sizes[-1] * width))
+        by_table = self._by_table([request.row for request in requests])
+        grown = [self._grow(table, [requests[place] for place in places], sizes, width) for table, places in by_table]
+        trees = [_tree_of(paths, sizes, self.name) for paths in to_host(torch.cat(grown))]
+        order = [place for _, places in by_table for place in places]
+        return [tree for _, tree in sorted(zip(order, trees, strict=True), key=itemgetter(0))]
 
-    def _grow(self, request: DraftRequest) -> list[torch.Tensor]:
+    def _by_table(self, rows: Sequence[int]) -> list[tuple[SuccessorTable, list[int]]]:
+        """Tables, each with where those of `rows` stand that share it."""
+        found: dict[int, tuple[SuccessorTable, list[int]]] = {}
+        for place, row in enumerate(rows):
+            table, _ = self._texts[row]
+            found.setdefault(id(table), (table, []))[1].append(place)
+        return list(found.values())
+
+    def _grow(
+        self, table: SuccessorTable, requests: Sequence[DraftRequest], sizes: list[int], width: int
+    ) -> torch.Tensor:
         """
-        The likeliest paths, level by level: `(3, paths)` each, with the path of the level above that each of them goes
-        on, its token, and the chance that it is accepted then.
+        The likeliest paths, in levels of `sizes`, the root being the first: `(rows, paths, 3)`, with the path of the
+        level above that each of them goes on, its token, and the chance that it is accepted then.
         """
-        table = self._tables[request.row]
         device = table.token_ids.device
-        last = torch.tensor([NOTHING, *request.token_ids[-2:]][-2:]).to(device, non_blocking=True)
-        before, tokens, chances = last[:1], last[1:], torch.ones(1, device=device)
+        last = [[self._texts[request.row][1], NOTHING, *request.token_ids[-2:]] for request in requests]
+        ends = torch.tensor([[row[0], *row[-2:]] for row in last]).to(device, non_blocking=True)
+        texts, before, tokens = ends.split(1, dim=1)
+        chances = torch.ones(tokens.shape, device=device)
         levels = []
-        width = min(request.width, table.k)
-        for _ in range(min(DEPTH, request.max_depth, request.max_nodes)):
-            found, probs = table.successors(before, tokens, self._vocab_size)
-            found, probs = found[:, :width], self.trust * probs[:, :width]
-            reached, best = (chances[:, None] * probs).flatten().topk(min(request.max_nodes, probs.numel()))
+        for size in sizes[1:]:
+            found, probs = table.successors(texts, before, tokens, self._vocab_size)
+            found, probs = found[..., :width].flatten(1), self.trust * probs[..., :width]
+            chances, best = (chances[..., None] * probs).flatten(1).topk(size)
             parents = best // width
-            before, tokens, chances = tokens[parents], found.flatten()[best], reached
-            levels.append(torch.stack([parents.float(), tokens.float(), probs.flatten()[best]]))
-        return levels
+            before, tokens = tokens.gather(1, parents), found.gather(1, best)
+            levels.append(torch.stack([parents.float(), tokens.float(), probs.flatten(1).gather(1, best)], dim=-1))
+        return torch.cat(levels, dim=1)
 
     def observe(self, outcomes: Sequence[DraftOutcome]) -> None:
+        seen: dict[int, Seen] = {}
         for outcome in outcomes:
             text = self._sequences.tokens[outcome.row]
             end = len(text) - len(outcome.token_ids)
@@ -148,17 +172,20 @@ class RecyclingDrafter(Drafter):
             tokens = [text[end - 1], *outcome.tree.token_ids]
             before = [text[end - 2] if end > 1 else NOTHING, *(tokens[1 + parent] for parent in outcome.tree.parents)]
             assert outcome.logits is not None
-            self._tables[outcome.row].update(list(zip(before, tokens, strict=True)), outcome.logits)
+            seen[outcome.row] = self._texts[outcome.row][1], list(zip(before, tokens, strict=True)), outcome.logits
+        rows = list(seen)
+        for table, places in self._by_table(rows):
+            table.update([seen[rows[place]] for place in places])
 
 
-def _tree_of(values: list[list[float]], sizes: list[int], source: str) -> TokenTree:
+def _tree_of(paths: list[list[float]], sizes: list[int], source: str) -> TokenTree:
     """The tree of all levels; ids below 2**24 are exact as floats."""
     tree = TokenTree()
     above: list[int | None] = [-1]
     start = 0
-    for size in sizes:
+    for size in sizes[1:]:
         nodes: list[int | None] = []
-        for parent, token, prob in zip(*(row[start : start + size] for row in values), strict=True):
+        for parent, token, prob in paths[start : start + size]:
             node_above = above[int(parent)]
             if node_above is None or prob <= 0:
                 nodes.append(None)

@@ -52,6 +52,7 @@ class RoundCost:
         self._widths = {width: _Width(math.log(value), 2, -STALE // 2) for width, value in (seconds or {}).items()}
         self._last_leap = 0.0  # by how much the last forward was a surprise
         self._curve: list[float] = []
+        self._measured: dict[int, float] | None = None
 
     def observe(self, width: int, forward_seconds: float, other_seconds: float) -> None:
         """
@@ -78,7 +79,7 @@ class RoundCost:
         known.last_round = self._round
         rate = OVERHEAD_RATE if other_seconds < 2 * self.overhead else OVERHEAD_RATE / 4  # an outlier, most likely
         self.overhead += rate * (other_seconds - self.overhead)
-        self._curve = []
+        self._curve, self._measured = [], None
 
     @property
     def measured(self) -> dict[int, float]:
@@ -86,12 +87,14 @@ class RoundCost:
         Seconds by width, as measured: without first forwards that took much longer than the same tokens one by one (for
         compilation, say).
         """
-        seconds = {width: math.exp(self._widths[width].mean) for width in sorted(self._widths)}
-        sure = [width for width in seconds if self._widths[width].count > 1]
-        if not sure:
-            return seconds
-        most = FIRST_TIME * seconds[sure[0]] / sure[0]
-        return {width: value for width, value in seconds.items() if width in sure or value <= most * width}
+        if self._measured is None:
+            seconds = {width: math.exp(self._widths[width].mean) for width in sorted(self._widths)}
+            sure = [width for width in seconds if self._widths[width].count > 1]
+            most = FIRST_TIME * seconds[sure[0]] / sure[0] if sure else math.inf
+            self._measured = {
+                width: value for width, value in seconds.items() if width in sure or value <= most * width
+            }
+        return self._measured
 
     @property
     def remembered(self) -> dict[int, float]:
