@@ -12,7 +12,7 @@ import argparse
 import math
 import statistics
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,7 +103,7 @@ class AveragedTable(SuccessorTable):
 
     def __init__(self, k: int, device: torch.device, num_texts: int = 1):
         super().__init__(k, device, num_texts)
-        self._averages: defaultdict[tuple[int, int], Counter] = defaultdict(Counter)
+        self._averages: defaultdict[tuple[int, int], defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
 
     def update(self, seen: Sequence[Seen]) -> None:
         [(_, pairs, logits)] = seen
@@ -121,8 +121,8 @@ class AveragedTable(SuccessorTable):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ids, probs = [], []
         for pair in zip(before[0].tolist(), tokens[0].tolist(), strict=True):
-            average = self._averages.get(pair) or self._averages.get((NOTHING - 1, pair[1])) or Counter()
-            best = average.most_common(self.k)
+            average = self._averages.get(pair) or self._averages.get((NOTHING - 1, pair[1])) or {}
+            best = sorted(average.items(), key=lambda item: -item[1])[: self.k]
             best += [(0, 0.0)] * (self.k - len(best))
             total = sum(average.values()) or 1.0
             ids.append([token for token, _ in best])

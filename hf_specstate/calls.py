@@ -82,6 +82,7 @@ class SpecCall:
         draft_history (*optional*): See [`HistoryOfRows`].
         spec_profile ([`SpecProfile`], *optional*): What the schedule begins with, and leaves behind.
         is_explicit (`bool`): One of this package's own arguments was used, rather than an assistant alone.
+        is_default (`bool`): They stand in the model's generation config only, and hold where they can.
         assistant_model (`PreTrainedModel`, *optional*): Of models that do not hand it to the decoding method (Whisper).
     """
 
@@ -90,6 +91,7 @@ class SpecCall:
     bounds: bool
     return_spec_states: bool
     is_explicit: bool
+    is_default: bool = False
     spec_streamer: SpecStreamer | None = None
     draft_history: Any = None
     spec_profile: SpecProfile | None = None
@@ -136,7 +138,12 @@ class SpecCall:
         check_spec_profile(spec_profile)
         given = (chosen["spec_config"], spec_streamer, draft_history, spec_profile)
         explicit = returns or any(value is not None for value in given)
-        return cls(config, resolved, bounds, returns, explicit, spec_streamer, draft_history, spec_profile)
+        of_call = [asked.get(name) or getattr(passed, name, None) for name in SETTINGS]
+        is_default = not any(value is not None for value in (*of_call, spec_streamer, draft_history, spec_profile))
+        return cls(
+            config, resolved, bounds, returns, explicit, explicit and is_default, spec_streamer, draft_history,
+            spec_profile,
+        )  # fmt: skip
 
     def with_assistant(self, assistant: PreTrainedModel | None) -> SpecStateConfig:
         """The complete configuration: what is open comes from the assistant's generation config, then from defaults."""
@@ -169,9 +176,9 @@ def decode(
     **model_kwargs,
 ) -> ModelOutput | torch.Tensor:
     """The decoding method of an enabled model; arguments and result as of `GenerationMixin._assisted_decoding`."""
-    check_assistant(model, assistant_model, tokenizer, assistant_tokenizer, synced_gpus)
     support = _support(model, input_ids, generation_config, model_kwargs)
     assistant_model = _assistant(model, generation_config, assistant_model)
+    check_assistant(model, assistant_model, tokenizer, assistant_tokenizer, synced_gpus)
     config = call.with_assistant(assistant_model)
     batch_size = input_ids.shape[0]
     place = place_of(model, batch_size, config.few_rows, has_fixed_slots(model_kwargs[CACHE_NAME]))

@@ -123,8 +123,10 @@ class SpecStateCandidateGenerator(CandidateGenerator):
             requests.append(DraftRequest(row, tokens, nodes, max_depth, width or nodes, before, *limit))
         began = time.perf_counter()
         found = self._guarded(drafter, self._proposals, drafter, requests)
+        if found is None:
+            return
         self.schedule.asked(drafter, time.perf_counter() - began)
-        for request, tree in zip(requests, found or (), strict=False):
+        for request, tree in zip(requests, found, strict=True):
             proposals[request.row] += [tree] if len(tree) else []
 
     def _proposals(self, drafter: Drafter, requests: list[DraftRequest]) -> list[TokenTree]:
@@ -152,7 +154,9 @@ class SpecStateCandidateGenerator(CandidateGenerator):
             self.acceptance.observe(outcome.row, outcome.token_ids)
         self.schedule.observe(outcomes)
         for drafter in list(self.drafters):
+            began = time.perf_counter()
             self._guarded(drafter, drafter.observe, outcomes)
+            self.schedule.taught(drafter, time.perf_counter() - began)
 
     def _guarded(self, drafter: Drafter, call: Callable, *args):
         """A drafter that raises is dropped with one warning, as drafts are never needed; `strict` raises."""
@@ -168,6 +172,7 @@ class SpecStateCandidateGenerator(CandidateGenerator):
                 error,
             )
             self.drafters = [kept for kept in self.drafters if kept is not drafter]  # `==` compares their fields
+            self.schedule.dropped(drafter)
             return None
 
     # ------------------------------------------------------------------ for the stock loop

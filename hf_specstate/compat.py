@@ -2,7 +2,7 @@
 
 import inspect
 
-from transformers import Cache, GenerationMixin
+from transformers import Cache, GenerationMixin, PreTrainedModel
 
 # 5.24 renamed the cache argument of `forward`, of `generate` and of the generate outputs.
 CACHE_NAME = (
@@ -15,3 +15,8 @@ CACHE_NAME = (
 def self_attention_cache(cache: Cache) -> Cache:
     """The part of a cache that grows while decoding (an encoder-decoder cache has a second, fixed one)."""
     return getattr(cache, "self_attention_cache", cache)
+
+
+def tp_size(model: PreTrainedModel) -> int:
+    """Over how many processes tensor parallelism has sharded `model`."""
+    return getattr(model, "tp_size", None) or 1

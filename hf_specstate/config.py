@@ -14,20 +14,22 @@ RECORD_LEVELS = ("ids", "topk", "full")
 class SpecStateConfig:
     """
     How one `generate()` call drafts and verifies. Pass it (or a dict of its fields) as `spec_config=`, or keep a dict
-    in `model.generation_config.spec_config`. None of the fields changes which text comes
-    out, except that `acceptance="rejection"` keeps the distribution but not the sample of a seed.
+    in `model.generation_config.spec_config`, where calls that cannot speculate (beam search, say) pass over it. None of
+    the fields changes which text comes out, except that `acceptance="rejection"` keeps the distribution but not the
+    sample of a seed.
 
     Args:
         drafters (`list[str | Drafter]`, *optional*):
             Who proposes, by name (see `hf_specstate.DRAFTERS`) or as an object. Defaults to `["assistant"]` with an
             assistant model (or early exit), `["stock"]` with an assistant of another tokenizer (with `"history"` first
             if there is a draft history), `["prompt_lookup"]` with `prompt_lookup_num_tokens`, and `["history",
-            "previous_drafts", "recycling"]` otherwise. The proposals
-            of several drafters are merged into one tree of the tokens that are most likely accepted; under
-            `"rejection"` the first drafter that has something to propose is used.
+            "previous_drafts", "recycling"]` otherwise. The proposals of several drafters are merged into one tree of
+            the tokens that are most likely accepted; under `"rejection"` the first drafter that has something to
+            propose is used.
         max_nodes (`int`, *optional*, defaults to 15):
-            Most tokens drafted for a row in one round: the length of a chain, the size of a tree. The call arguments
-            `num_assistant_tokens` and `prompt_lookup_num_tokens` go before it.
+            Most tokens drafted for a row in one round: the length of a chain, the size of a tree; to begin with, under
+            `"heuristic"` and `"heuristic_transient"`. The call arguments `num_assistant_tokens` and
+            `prompt_lookup_num_tokens` go before it.
         tree_width (`int`, *optional*):
             Most alternatives drafted for one position; 1 drafts a chain. Defaults to 1 for an assistant, which has to
             run each alternative, and for prompt lookup; otherwise there is no limit. Models that cannot verify a tree

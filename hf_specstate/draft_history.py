@@ -2,10 +2,11 @@
 
 import hashlib
 import os
-from collections import deque
+from array import array
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 from threading import RLock
@@ -26,14 +27,6 @@ VERSION = 1
 EVERYBODY = ""  # the tenant of texts that have none
 LARGEST_TOKEN = 2**31 - 1  # what the index has room for
 MOST_TABLES = 16  # of successors, which lie on the target's device
-
-
-@dataclass
-class _Tenant:
-    """What one tenant has written."""
-
-    index: SuffixIndex = field(default_factory=SuffixIndex)
-    successors: SuccessorTable | None = None
 
 
 class DraftHistory:
@@ -60,7 +53,9 @@ class DraftHistory:
         self.max_tokens = int(max_tokens)
         self.vocab_size: int | None = None  # of the model that it was first used with
         self._vocabulary = None if tokenizer is None else _fingerprint(tokenizer)
-        self._tenants: dict[str, _Tenant] = {}
+        self._indexes: dict[str, SuffixIndex] = {}  # by tenant
+        self._tables: OrderedDict[str, SuccessorTable] = OrderedDict()  # by tenant; the one that came last stands last
+        self._largest = -1  # of the tokens that were added
         self._texts: deque[tuple[str, int, bytes]] = deque()  # (tenant, tokens, digest), oldest first
         self._known: set[tuple[str, bytes]] = set()
         self._size = 0
@@ -100,18 +95,21 @@ class DraftHistory:
     def clear(self) -> None:
         """Forgets everything, the vocabulary too."""
         with self._lock:
-            self._tenants.clear()
+            self._indexes.clear()
+            self._tables.clear()
             self._texts.clear()
             self._known.clear()
-            self._size, self.vocab_size = 0, None
+            self._size, self._largest, self.vocab_size = 0, -1, None
 
     def forget(self, tenant: str) -> None:
         """Forgets everything of one tenant."""
         with self._lock:
-            self._tenants.pop(tenant, None)
+            self._indexes.pop(tenant, None)
+            self._tables.pop(tenant, None)
             self._texts = deque(text for text in self._texts if text[0] != tenant)
             self._known = {entry for entry in self._known if entry[0] != tenant}
             self._size = sum(count for _, count, _ in self._texts)
+            self._largest = max((int(index.tokens.max()) for index in self._indexes.values()), default=-1)
 
     def for_tenant(self, tenant: str) -> "TenantHistory":
         """What to pass as `draft_history=` so that a call sees the texts of `tenant` only, and adds to them."""
@@ -122,7 +120,7 @@ class DraftHistory:
     def texts(self) -> list[tuple[str, list[int]]]:
         """`(tenant, token_ids)` of every text, oldest first; the tenant of texts that have none is empty."""
         with self._lock:
-            tokens = {name: tenant.index.tokens.tolist() for name, tenant in self._tenants.items()}
+            tokens = {name: index.tokens.tolist() for name, index in self._indexes.items()}
             starts, found = dict.fromkeys(tokens, 0), []
             for name, count, _ in self._texts:
                 found.append((name, tokens[name][starts[name] : starts[name] + count]))
@@ -148,17 +146,15 @@ class DraftHistory:
             for tenant, tokens in texts:
                 self.add(tokens, tenant)
 
-    def _filled(self) -> list[_Tenant]:
-        return [tenant for tenant in self._tenants.values() if len(tenant.index)]
-
     def _add(self, tokens: list[int], name: str) -> None:
-        digest = hashlib.blake2b(torch.tensor(tokens).numpy().tobytes(), digest_size=16).digest()
+        digest = hashlib.blake2b(array("q", tokens).tobytes(), digest_size=16).digest()
         if (name, digest) in self._known:
             return
         self._known.add((name, digest))
-        index = self._tenants.setdefault(name, _Tenant()).index
+        index = self._indexes.setdefault(name, SuffixIndex())
         index.extend(tokens)
         index.end_text()
+        self._largest = max(self._largest, *tokens)
         self._texts.append((name, len(tokens), digest))
         self._size += len(tokens)
         while self._size > self.max_tokens:
@@ -168,10 +164,11 @@ class DraftHistory:
         name, count, digest = self._texts.popleft()
         self._known.discard((name, digest))
         self._size -= count
-        index = self._tenants[name].index
+        index = self._indexes[name]
         index.drop(count + 1)
         if not len(index):  # also what was learned from these texts
-            del self._tenants[name]
+            del self._indexes[name]
+            self._tables.pop(name, None)
 
     # ------------------------------------------------------------------ files
 
@@ -230,8 +227,7 @@ class DraftHistory:
                 raise ValueError(
                     f"{name} has a vocabulary of {vocab_size} tokens, this draft history one of {self.vocab_size}."
                 )
-            largest = max((int(tenant.index.tokens.max()) for tenant in self._filled()), default=-1)
-            if vocab_size is not None and vocab_size <= largest:
+            if vocab_size is not None and vocab_size <= self._largest:
                 raise ValueError(f"{name} has a vocabulary of {vocab_size} tokens, and this draft history others.")
             self.vocab_size = self.vocab_size or vocab_size
 
@@ -240,18 +236,16 @@ class DraftHistory:
     @contextmanager
     def _reading(self, name: str) -> Iterator[SuffixIndex]:
         with self._lock:
-            yield self._tenants.get(name, _Tenant()).index
+            yield self._indexes.get(name) or SuffixIndex()
 
     def _successors(self, name: str, k: int, device: torch.device) -> SuccessorTable:
         with self._lock:
-            tenant = self._tenants.pop(name, _Tenant())
-            self._tenants[name] = tenant  # the one that came last stands last
-            table = tenant.successors
+            table = self._tables.pop(name, None)
             if table is None or (table.k, table.token_ids.device) != (k, device):
-                table = tenant.successors = SuccessorTable(k, device)
-            holders = [other for other in self._tenants.values() if other.successors is not None]
-            for other in holders[:-MOST_TABLES]:
-                other.successors = None
+                table = SuccessorTable(k, device)
+            self._tables[name] = table
+            if len(self._tables) > MOST_TABLES:
+                self._tables.popitem(last=False)
             return table
 
 
@@ -288,8 +282,8 @@ class HistoryOfRows:
         if len(given) * each != batch_size:
             raise ValueError(f"`draft_history` has {len(given)} entries for {batch_size // each} prompts.")
         parts = [TenantHistory(part, EVERYBODY) if isinstance(part, DraftHistory) else part for part in given]
-        for part in parts:
-            part.history._check_vocabulary(None, vocab_size, "the model")
+        for history in {id(part.history): part.history for part in parts}.values():
+            history._check_vocabulary(None, vocab_size, "the model")
         self._rows = [part for part in parts for _ in range(each)]
 
     def is_shared(self, row: int, other: int) -> bool:

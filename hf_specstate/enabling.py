@@ -48,7 +48,12 @@ class SpecStateMixin(_Base):
             prepared.__dict__.pop(name, None)
         prepared._spec_call = None if prepared.is_assistant else call
         if call.is_explicit and not prepared.is_assistant:
-            _refuse_other_modes(prepared)
+            other_mode = _other_mode(prepared)
+            if other_mode is not None and call.is_default:
+                prepared._spec_call = None
+                return prepared, model_kwargs
+            if other_mode is not None:
+                raise ValueError(other_mode)
             prepared.return_dict_in_generate = prepared.return_dict_in_generate or call.return_spec_states
         return prepared, model_kwargs
 
@@ -101,8 +106,8 @@ def enable(model: PreTrainedModel, draft_history: "DraftHistory | TenantHistory 
     """
     Lets `model.generate()` speculate: with an assistant (`assistant_model=`, `assistant_early_exit=`,
     `prompt_lookup_num_tokens=`), or without one when `return_spec_states=True`, `spec_config=`, `spec_streamer=` or
-    `draft_history=` is given. Works in
-    place, by putting a class before the model's own; weights, config, hooks and `isinstance` are untouched.
+    `draft_history=` is given. Works in place, by putting a class before the model's own; weights, config, hooks and
+    `isinstance` are untouched.
 
     Args:
         model (`PreTrainedModel`): A model that can generate. A `torch.compile`d one is enabled inside its wrapper.
@@ -181,25 +186,21 @@ def _takes_over(generation_config: GenerationConfig, assistant_model: PreTrained
         kind = "`speculation_type='dflash'`"
     elif type(assistant_model).__name__.startswith(STOCK_ONLY_ASSISTANTS):
         kind = f"A {type(assistant_model).__name__}"
-    if kind is not None and call.is_explicit:
+    if kind is not None and call.is_explicit and not call.is_default:
         raise ValueError(
             f"{kind} drafts from the target's hidden states inside transformers' own loop; leave out {OURS}."
         )
     return kind is None
 
 
-def _refuse_other_modes(generation_config: GenerationConfig) -> None:
-    """
-    Raises:
-        ValueError: beam search, contrastive search or another mode that selects whole sequences.
-    """
+def _other_mode(generation_config: GenerationConfig) -> str | None:
+    """What is wrong with beam search, contrastive search or another mode that selects whole sequences."""
     if generation_config.cache_implementation == "paged":
-        raise ValueError(
+        return (
             f"{OURS} cannot be combined with `cache_implementation='paged'`, which switches to continuous batching; "
             "leave it out."
         )
     mode = generation_config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION):
-        raise ValueError(
-            f"{OURS} work with greedy decoding and sampling; these arguments ask for {mode.value.replace('_', ' ')}."
-        )
+        return f"{OURS} work with greedy decoding and sampling; these arguments ask for {mode.value.replace('_', ' ')}."
+    return None

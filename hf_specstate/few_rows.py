@@ -19,6 +19,8 @@ from torch import nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
+from .compat import tp_size
+
 MOST_ROWS = 64
 DTYPES = (torch.float32, torch.bfloat16)
 TIMED_BYTES = 2**26  # of weights of one shape: more than processors cache, as in a forward
@@ -108,7 +110,7 @@ def few_rows_view(model: PreTrainedModel) -> FewRowsView | None:
     modules on the CPU, or with weights that accelerate moves about; and under tensor parallelism, where ranks with
     different products would come to different tokens.
     """
-    if (getattr(model, "tp_size", None) or 1) > 1:
+    if tp_size(model) > 1:
         return None
     if any(hasattr(module, "_hf_hook") for module in model.modules()):
         return None
@@ -139,7 +141,7 @@ def _measure(modules: list[nn.Linear], rows: int) -> Product:
     outputs = max(1, TIMED_BYTES // row_bytes)  # a part will do of a large one, such as a language head
     count = max(1, TIMED_BYTES // (weight.shape[0] * row_bytes))
     weights = [module.weight.detach()[:outputs] for module in modules[:count]]
-    x = torch.ones((rows, weights[0].shape[1]), dtype=weights[0].dtype)
+    x = weight.new_ones((rows, weight.shape[1]))
     fastest: Product = linear
     least = WORTHWHILE * _seconds(linear, x, weights)
     for product in PRODUCTS:

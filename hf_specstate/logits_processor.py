@@ -21,6 +21,7 @@ class SpecStateLogitsProcessor(LogitsProcessor):
 
     def __init__(self, captures: bool = True):
         self.captures = captures
+        self.rows: list[int] | None = None  # which rows the next scores are of, if not all
         self.captured: dict[int, torch.Tensor] = {}
         self.plain_probs: dict[int, torch.Tensor] = {}  # row -> q of the last token that was expected in it
         self._expected: dict[int, tuple[int, int, float]] = {}
@@ -50,14 +51,15 @@ class SpecStateLogitsProcessor(LogitsProcessor):
             self.captured[input_ids.shape[1]] = scores
             return scores
         due = [
-            (row, token, weight)
-            for row, (length, token, weight) in self._expected.items()
-            if length == input_ids.shape[1] and row < scores.shape[0] and 0 <= token < scores.shape[1]
+            (row, place, *self._expected[row][1:])
+            for place, row in enumerate(range(scores.shape[0]) if self.rows is None else self.rows)
+            if row in self._expected and self._expected[row][0] == input_ids.shape[1]
         ]
+        due = [entry for entry in due if 0 <= entry[2] < scores.shape[1]]
         if not due:
             return scores
-        rows, tokens, weights = zip(*due, strict=True)
-        places = torch.tensor([rows, tokens]).to(scores.device, non_blocking=True).unbind()
+        rows, of_scores, tokens, weights = zip(*due, strict=True)
+        places = torch.tensor([of_scores, tokens]).to(scores.device, non_blocking=True).unbind()
         log_q = scores[places[0]].log_softmax(dim=-1).gather(1, places[1][:, None]).squeeze(1)
         self.plain_probs.update(zip(rows, log_q.exp(), strict=True))
         weight = torch.tensor(weights, dtype=scores.dtype).clamp(max=MOST_WEIGHT).to(scores.device, non_blocking=True)

@@ -97,7 +97,9 @@ def probe(model: PreTrainedModel, static: bool = False) -> ModelSupport:
     """
     Finds the highest rung on which `model` can speculate without changing its output, by comparing, on a tiny random
     float32 copy of the architecture (or on the model itself, if its config cannot be shrunk), every logit of a few
-    speculative rounds with a fresh forward over each row's tokens. The outcome is remembered for the architecture.
+    speculative rounds with a fresh forward over each row's tokens. The outcome is remembered for the architecture. (The
+    copy's weights are drawn from the global random generator of the CPU, which is put back. If other threads sample on
+    the CPU meanwhile and must repeat a seed, call this before they begin.)
 
     Args:
         model (`PreTrainedModel`): Left as it is; the global random state too.

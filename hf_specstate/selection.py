@@ -27,8 +27,25 @@ STATELESS_PROCESSORS = tuple(
 )
 
 
+# of these, the ones that hold something for every row of the batch
+WHOLE_BATCH_PROCESSORS = (
+    logits_process.EncoderRepetitionPenaltyLogitsProcessor,
+    logits_process.EncoderNoRepeatNGramLogitsProcessor,
+)
+
+
 def is_stateless(processor) -> bool:
     return type(processor) in STATELESS_PROCESSORS
+
+
+def wants_whole_batch(processors: LogitsProcessorList) -> bool:
+    """Whether rows cannot be processed apart from the others: something looks them up by their number."""
+    for processor in processors:
+        # of the repetition penalty: how long each row's prompt is
+        holds_rows = isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor)
+        if holds_rows or type(processor) in WHOLE_BATCH_PROCESSORS or not is_stateless(processor):
+            return True
+    return False
 
 
 class Selection:
@@ -49,6 +66,7 @@ class Selection:
         self.sequences = sequences
         self.together = together
         self.rejection = rejection and do_sample
+        self._whole_batch = wants_whole_batch(processors)
         self.needs_scores = do_sample or len(processors) > 0
 
     def start_round(self, logits: torch.Tensor, trees: Sequence[TokenTree]) -> None:
@@ -97,13 +115,17 @@ class Selection:
         return self._choose(self._process_by_length(rows, logits), rows, slots)
 
     def _process_by_length(self, rows: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
-        """`(len(rows), vocab_size)`: each length is processed with the whole batch, as processors may look up rows."""
+        """`(len(rows), vocab_size)`: rows of one length are processed together."""
         lengths = [self.sequences.length(row) for row in rows]
         scores = logits.new_empty((len(rows), logits.shape[1]))
         for length in sorted(set(lengths)):
-            processed = self.processors(self.sequences.ids(length), logits.clone())
             here = [place for place, known in enumerate(lengths) if known == length]
-            scores[here] = processed[[rows[place] for place in here]]
+            own = [rows[place] for place in here]
+            ids = self.sequences.ids(length)
+            if self._whole_batch:
+                scores[here] = self.processors(ids, logits.clone())[own]
+            else:
+                scores[here] = self.processors(ids[own], logits[own])
         return scores
 
     def _choose(self, scores: torch.Tensor, rows: Sequence[int], slots: Sequence[int]) -> list[int]:

@@ -35,6 +35,7 @@ class StopCheck:
         self._counted = all(
             type(criterion) in COUNTABLE_CRITERIA and not _may_warn(criterion) for criterion in criteria
         )
+        self._stateless = all(type(criterion) in STATELESS_CRITERIA for criterion in criteria)
         self._max_length = min((c.max_length for c in criteria if type(c) is MaxLengthCriteria), default=None)
         eos = [c.eos_token_id for c in criteria if type(c) is EosTokenCriteria]
         self._eos = {token for ids in eos for token in to_host(ids.reshape(-1))} if self._counted else set()
@@ -50,13 +51,18 @@ class StopCheck:
         if self._counted:  # end-of-sequence and length alone are decided without waiting for the device
             return [self._counted_reason(row) for row in rows]
         lengths = [self.sequences.length(row) for row in rows]
-        by_length = {length: self._ask(length, scores) for length in set(lengths)}  # one, in lockstep
-        stacked = torch.stack([by_length[length][:, row] for row, length in zip(rows, lengths, strict=True)])
-        return [self._reason(ended) for ended in to_host(stacked)]
+        order, answers = [], []
+        for length in set(lengths):  # one, in lockstep
+            own = [row for row, known in zip(rows, lengths, strict=True) if known == length]
+            ids = self.sequences.ids(length)
+            answers.append(self._ask(ids[own], scores) if self._stateless else self._ask(ids, scores)[:, own])
+            order += own
+        reasons = map(self._reason, to_host(torch.cat(answers, dim=1).t()))
+        by_row = dict(zip(order, reasons, strict=True))
+        return [by_row[row] for row in rows]
 
-    def _ask(self, length: int, scores: Sequence | None) -> torch.Tensor:
-        """`torch.BoolTensor` of shape `(criteria, batch_size)`: each criterion is called once, as by its list."""
-        ids = self.sequences.ids(length)
+    def _ask(self, ids: torch.Tensor, scores: Sequence | None) -> torch.Tensor:
+        """`torch.BoolTensor` of shape `(criteria, rows)`: each criterion is called once, as by its list."""
         ended = torch.zeros((len(self.criteria), ids.shape[0]), dtype=torch.bool, device=ids.device)
         for place, criterion in enumerate(self.criteria):
             ended[place] = ended[place] | criterion(ids, scores)

@@ -223,9 +223,8 @@ class TreeBatch:
 
     def ancestors(self) -> torch.Tensor:
         """`torch.BoolTensor` of shape `(batch_size, width, width)`: does slot `i` see slot `j` (itself included)?"""
-        seen = torch.eye(self.width, dtype=torch.bool).repeat(len(self.parents), 1, 1)
-        for row, parents in enumerate(self.parents):
-            for slot, parent in enumerate(parents):
-                if parent >= 0:
-                    seen[row, slot] |= seen[row, parent]
+        rows, parents = torch.arange(len(self.parents), device="cpu"), torch.tensor(self.parents, device="cpu")
+        seen = torch.eye(self.width, dtype=torch.bool, device="cpu").repeat(len(self.parents), 1, 1)
+        for slot in range(1, self.width):  # all rows at once; slot 0 is the root
+            seen[:, slot] |= seen[rows, parents[:, slot]]
         return seen

@@ -123,7 +123,9 @@ def check_assistant(
         return
     from transformers.integrations.fsdp import is_fsdp_managed_module
 
-    if synced_gpus and is_fsdp_managed_module(assistant_model):
+    # FSDP gathers layers in hooks, DeepSpeed's ZeRO-3 parameters
+    sharded = is_fsdp_managed_module(assistant_model) or any(hasattr(p, "ds_id") for p in assistant_model.parameters())
+    if synced_gpus and sharded:
         raise ValueError(
             "`assistant_model` is sharded over the ranks, which draft different numbers of steps; give every rank a "
             "whole assistant, or leave it out."

@@ -283,6 +283,17 @@ def test_arguments_kept_in_the_models_generation_config(model, reference, tmp_pa
     assert kept["return_spec_states"] is True and kept["spec_config"]["max_nodes"] == 3
 
 
+@pytest.mark.parametrize("default", [dict(return_spec_states=True), dict(spec_config=dict(max_nodes=3))], ids=str)
+def test_arguments_kept_in_the_models_config_do_not_stand_in_the_way_of_beams(model, reference, default):
+    model.generation_config = GenerationConfig(pad_token_id=0, **default)
+    beams = GREEDY | dict(num_beams=2)
+    assert torch.equal(model.generate(prompt(), **beams), reference.generate(prompt(), **beams))
+    with pytest.raises(ValueError, match="beam search"):
+        model.generate(prompt(), return_spec_states=True, **beams)
+    with pytest.raises(ValueError, match="beam search"):
+        model.generate(prompt(), generation_config=GenerationConfig(**default, **beams))
+
+
 def test_arguments_in_a_passed_generation_config(model, reference, draft):
     passed = GenerationConfig(return_spec_states=True, spec_config=dict(max_nodes=3, strict=True), **GREEDY)
     before = passed.to_dict()

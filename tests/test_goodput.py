@@ -263,7 +263,8 @@ def test_an_assistant_that_drafts_all_in_one_step_is_judged_too():
     assert sum(asked) <= 3
 
 
-def test_proposals_that_cost_more_than_they_save_are_asked_for_rarely():
+@pytest.mark.parametrize("learning", [0.0, 0.9], ids=["proposing", "learning"])
+def test_proposals_that_cost_more_than_they_save_are_asked_for_rarely(learning):
     drafter = SimpleNamespace(name="slow", runs=None)
     asked = []
     schedule = make(cost=known_cost(lambda width: 1.0 if width == 1 else 2.0))
@@ -271,10 +272,25 @@ def test_proposals_that_cost_more_than_they_save_are_asked_for_rarely():
         size = schedule.ask(drafter, [0], {}).max_nodes
         asked.append(size)
         if size:
-            schedule.asked(drafter, 0.3)
+            schedule.asked(drafter, 0.3 * (1 - learning))
         schedule.choose([0], {0: chain([1], [0.01])} if size else {})
         schedule.observe_times(RoundTimes(1, 1.0, 0.3 if size else 0.0))
+        schedule.taught(drafter, 0.3 * learning)
     assert 5 <= sum(map(bool, asked)) <= 25, "a thirtieth of the time, and some to find out"
+
+
+def test_the_first_time_that_a_drafter_takes_is_not_believed():
+    """It made kernels; afterwards it costs next to nothing."""
+    drafter, asked = SimpleNamespace(name="fast", runs=None), []
+    schedule = make(cost=known_cost(lambda width: 1.0 if width == 1 else 2.0))
+    for number in range(20):
+        asked.append(bool(schedule.ask(drafter, [0], {}).max_nodes))
+        if asked[-1]:
+            schedule.asked(drafter, 0.01 if number else 10.0)
+        schedule.choose([0], {})
+        schedule.observe_times(RoundTimes(1, 1.0, 0.01))
+        schedule.taught(drafter, 0.0)
+    assert all(asked)
 
 
 def test_all_ranks_go_by_the_first_ones_clock():

@@ -216,11 +216,50 @@ def test_recycling_follows_what_every_node_taught():
     assert proposed(drafter, request(sequences, width=1)).token_ids[0] == 8
 
 
+def test_rows_are_recycled_together_as_each_alone():
+    prompts = [[1, 2], [3, 4], [5, 6]]
+    together, of_all = started(RecyclingDrafter(), *prompts)
+    alone = [started(RecyclingDrafter(), rows) for rows in prompts]
+    generator = torch.Generator().manual_seed(0)
+    for step in range(8):
+        logits = [4 * torch.randn((1, VOCAB), generator=generator) for _ in prompts]
+        outcomes = []
+        for row, (drafter, of_one) in enumerate(alone):
+            token = (row + step * step) % 3  # seen before, soon
+            of_one.commit(0, token)
+            of_all.commit(row, token)
+            drafter.observe([DraftOutcome(0, TokenTree(), [], [token], [], logits[row])])
+            outcomes.append(DraftOutcome(row, TokenTree(), [], [token], [], logits[row]))
+        together.observe(outcomes)
+        limits = [dict(max_nodes=6), dict(max_nodes=6, max_depth=2), dict(max_nodes=6)]
+        trees = together.propose_rows([request(of_all, row, **limit) for row, limit in enumerate(limits)])
+        for row, (drafter, of_one) in enumerate(alone):
+            asked = request(of_one, **limits[row])
+            own, among_others = (
+                mix([tree], asked.max_nodes, asked.max_depth, asked.width)
+                for tree in (proposed(drafter, asked), trees[row])
+            )
+            assert paths(among_others) == paths(own) and among_others.confidences == own.confidences
+    assert any(len(tree) > 3 for tree in trees)
+
+
+def test_recycling_does_not_learn_while_it_is_not_asked():
+    drafter, sequences = started(RecyclingDrafter(), [1, 2])
+    for taught, asked in ((7, True), (9, False)):
+        sequences.tokens[0] = [1, 2, 3]
+        if asked:
+            proposed(drafter, request(sequences))
+        drafter.observe([DraftOutcome(0, TokenTree(), [], [3], [], peaked(taught)[None])])
+    sequences.tokens[0] = [1, 2]
+    assert proposed(drafter, request(sequences, width=1)).token_ids[0] == 7
+
+
 def test_recycling_stays_within_its_limits():
     drafter, sequences = started(RecyclingDrafter(top_k=100), [1, 2])
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
     for token in range(VOCAB):
         sequences.tokens[0] = [1, token, 9]
+        proposed(drafter, request(sequences))
         drafter.observe([DraftOutcome(0, TokenTree(), [], [9], [], logits)])
     tree = proposed(drafter, request(sequences, max_nodes=5, max_depth=3, width=2))
     tree.check(VOCAB)

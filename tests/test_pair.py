@@ -285,3 +285,10 @@ def test_unconditioned_drafts_are_what_the_assistant_would_write(family, lockste
                     best = draft(torch.tensor([before]), use_cache=False).logits[0, -1].topk(tree_width).indices
                 siblings = spec_round.parents[:node].count(parent)
                 assert spec_round.token_ids[node] == best[siblings]
+
+
+@pytest.mark.parametrize("lockstep", [False, True], ids=["ragged", "lockstep"])
+def test_an_assistant_catches_up_in_pieces(lockstep, monkeypatch):
+    """What it has missed, an accepted token and one of the target's, is run in two forwards."""
+    monkeypatch.setattr("hf_specstate.drafting.assistant.MOST_AT_ONCE", 1)
+    test_unconditioned_drafts_are_what_the_assistant_would_write("llama", lockstep, 2)

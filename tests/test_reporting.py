@@ -80,8 +80,8 @@ def test_brackets_where_there_are_no_styles():
 
 def test_tokens_of_several_sources():
     printed = shown(shared_states())
-    assert "The⟦ sky is⟧⟪ blue⟫\n" in printed
-    assert "⟦history⟧ 3/3  ⟪recycling⟫ 2/2" in printed
+    assert "The⟮ sky is⟯⦃ blue⦄\n" in printed
+    assert "⟮history⟯ 3/3  ⦃recycling⦄ 2/2" in printed
     note = "Several sources often draft the same token"
     assert note in printed
     assert note not in shown(made_states())

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eval.suffix_structures import SuffixAutomaton
-from hf_specstate.drafting.suffix_index import LONGEST_MATCH, SEPARATOR, SuffixIndex
+from hf_specstate.drafting.suffix_index import LONGEST_MATCH, MANY, SEPARATOR, SuffixIndex
 
 texts = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=30), min_size=1, max_size=4)
 
@@ -47,6 +47,18 @@ def test_every_place_is_found_with_its_length(parts, other):
         )
         few, _ = index.matches(last, limit=2)
         assert few.tolist() == starts.tolist()[:2]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(-1, 40), min_size=MANY, max_size=3 * MANY), st.lists(st.integers(0, 40), max_size=9))
+def test_many_tokens_are_indexed_as_one_by_one(text, before):
+    at_once, one_by_one = filled([before or [0]]), filled([before or [0]])
+    at_once.extend(text)
+    for token in text:
+        one_by_one.extend([token])
+    for last in (text[-5:], before, text[:3]):
+        for found, want in zip(at_once.matches(last, 1000), one_by_one.matches(last, 1000), strict=True):
+            assert found.tolist() == want.tolist()
 
 
 @settings(max_examples=200, deadline=None)

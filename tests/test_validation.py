@@ -137,6 +137,16 @@ def test_a_stateful_assistant():
     assert_refused(llama(), "assistant_model", assistant_model=MambaForCausalLM(config).eval())
 
 
+def test_assistants_that_are_sharded_parameter_by_parameter():
+    """As by DeepSpeed's ZeRO-3: every forward of one rank needs all others."""
+    sharded = draft()
+    next(sharded.parameters()).ds_id = 0
+    assert_refused(llama(), "is sharded", assistant_model=sharded, synced_gpus=True)
+    model = llama()
+    next(model.parameters()).ds_id = 0
+    assert_refused(model, "is sharded", assistant_early_exit=1, synced_gpus=True)
+
+
 def test_lossy_ensembles():
     assert_refused(llama(), "assistant_ensemble_weight", assistant_model=draft(), assistant_ensemble_weight=0.5)
 

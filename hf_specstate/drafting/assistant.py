@@ -12,10 +12,11 @@ from typing import Any, ClassVar
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
 
-from ..compat import CACHE_NAME
+from ..compat import CACHE_NAME, tp_size
 from ..host import to_host
 from ..logits_processor import SpecStateLogitsProcessor
 from ..model_support import probe
+from ..selection import wants_whole_batch
 from ..token_tree import IDLE_DEPTH, TokenTree, TreeBatch
 from ..validation import check_encoder_inputs, check_support
 from ..verification import CachedModel
@@ -23,6 +24,7 @@ from .base import DraftContext, Drafter, DraftOutcome, DraftRequest, ModelRuns
 from .expectations import Expectation, Expectations
 from .prior import acceptance
 
+MOST_AT_ONCE = 64  # tokens of each row that are caught up in one forward: every one of them makes logits
 SURE = 0.6  # of a chain that others proposed: the chance that all of it is accepted, from which it is not drafted anew
 
 
@@ -68,6 +70,7 @@ class AssistantDrafter(Drafter):
         self._cached: CachedModel
         self._conditioner = SpecStateLogitsProcessor(captures=False)
         self._processors = LogitsProcessorList([*context.logits_processor, self._conditioner])
+        self._whole_batch = wants_whole_batch(context.logits_processor)
         sources = self.expect_from if self.conditioning else ()
         self.wants_answers = "answer_tail" in sources
         self._expectations = Expectations(context, self.conditioning, sources)
@@ -146,14 +149,16 @@ class AssistantDrafter(Drafter):
         width = self._caught_up = max(len(tokens) for tokens in missing)
         if width == 0:
             return logits
-        trees = [TokenTree.from_paths([tokens[1:]], self.name) for tokens in missing]
-        roots = [tokens[0] if tokens else None for tokens in missing]
-        batch = self._embeddable(TreeBatch.pack(roots, trees, sequences.pad_token_id, width))
-        logits = self._forward(batch)
-        self._cached.rows.keep([list(range(len(tokens))) for tokens in missing])
+        for start in range(0, width, MOST_AT_ONCE):
+            pieces = [tokens[start : start + MOST_AT_ONCE] for tokens in missing]
+            found = self._forward(self._chains(pieces))
+            self._cached.rows.keep([list(range(len(piece))) for piece in pieces])
+            last = torch.tensor([max(len(piece) - 1, 0) for piece in pieces], device=found.device)
+            found = found[torch.arange(len(last), device=last.device), last]
+            goes_on = torch.tensor([len(piece) > 0 for piece in pieces], device=found.device)
+            logits = found if start == 0 else torch.where(goes_on[:, None], found, logits)
         self._seen = [len(tokens) for tokens in sequences.tokens]
-        last = torch.tensor([max(len(tokens) - 1, 0) for tokens in missing], device=logits.device)
-        return logits[torch.arange(len(last), device=last.device), last]
+        return logits
 
     def _prefill(self) -> torch.Tensor:
         context, assistant = self._context, self._assistant
@@ -166,7 +171,7 @@ class AssistantDrafter(Drafter):
         }
         kwargs[CACHE_NAME] = _new_cache(assistant)
         config = GenerationConfig(prefill_chunk_size=context.generation_config.prefill_chunk_size, disable_compile=True)
-        few_rows = context.config.few_rows
+        few_rows = context.config.few_rows and tp_size(context.model) < 2  # ranks must draft the same
         self._cached = CachedModel(assistant, kwargs, config, self._support, few_rows)
         if input_ids.shape[1] == 0:  # the target was prompted with embeddings: start from the first new token
             input_ids = torch.tensor([tokens[:1] for tokens in self._sequences.tokens], device=input_ids.device)
@@ -205,10 +210,7 @@ class AssistantDrafter(Drafter):
         width = max(map(len, paths))
         if width == 0:
             return logits
-        tokens = [[token for token, _ in path] for path in paths]
-        trees = [TokenTree.from_paths([path[1:]], self.name) for path in tokens]
-        roots = [path[0] if path else None for path in tokens]
-        batch = self._embeddable(TreeBatch.pack(roots, trees, self._sequences.pad_token_id, width))
+        batch = self._chains([[token for token, _ in path] for path in paths])
         followed, logits = self._forward(batch), logits.clone()
         for row, path in enumerate(paths):
             for slot, (token, chance) in enumerate(path):
@@ -242,6 +244,13 @@ class AssistantDrafter(Drafter):
         self._cached.prepare(batch)
         self._prepared += time.perf_counter() - began
         return self._cached.forward(batch, context).logits
+
+    def _chains(self, rows: list[list[int]]) -> TreeBatch:
+        """Some tokens of every row, one after the other; rows without any run along."""
+        trees = [TokenTree.from_paths([tokens[1:]], self.name) for tokens in rows]
+        roots = [tokens[0] if tokens else None for tokens in rows]
+        width = max(map(len, rows))
+        return self._embeddable(TreeBatch.pack(roots, trees, self._sequences.pad_token_id, width))
 
     def _embeddable(self, batch: TreeBatch) -> TreeBatch:
         """Token ids beyond the assistant's (smaller, unpadded) vocabulary cannot be looked up; any id may stand in."""
@@ -296,15 +305,19 @@ class AssistantDrafter(Drafter):
         scores[:, :size] = logits[:, :size].to(device=device, dtype=torch.float32)
         paths = {row: self._trees[row].path_to(growth.node) for row, growth in growing.items()}
         lengths = {row: self._sequences.length(row) + len(path) for row, path in paths.items()}
-        processed = scores.clone()
+        processed = torch.empty_like(scores[list(growing)])
         for length in set(lengths.values()):
+            here = [place for place, row in enumerate(growing) if lengths[row] == length]
             rows = [row for row in growing if lengths[row] == length]
-            input_ids = self._sequences.ids(length).clone()
-            for row in rows:
-                path = [self._trees[row].token_ids[node] for node in paths[row]]
-                input_ids[row, length - len(path) :] = torch.tensor(path, dtype=torch.long)
-            processed[rows] = self._processors(input_ids, scores)[rows]
-        return processed[list(growing)]
+            own = list(range(len(scores))) if self._whole_batch else rows
+            input_ids = self._sequences.ids(length)[own]
+            if len(self._processors) > 1:  # the conditioner does not read them
+                for row in rows:
+                    path = [self._trees[row].token_ids[node] for node in paths[row]]
+                    input_ids[own.index(row), length - len(path) :] = torch.tensor(path, dtype=torch.long)
+            self._conditioner.rows = own
+            processed[here] = self._processors(input_ids, scores[own])[[own.index(row) for row in rows]]
+        return processed
 
 
 class _Growth:

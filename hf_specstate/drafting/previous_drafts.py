@@ -26,8 +26,7 @@ class PreviousDraftsDrafter(Drafter):
     - `draft_tail`: d_{a+2} … if one token was replaced, d_{a+1} … if one was inserted, and what follows the added token
       wherever it occurs in the rest of the draft (tokens were left out);
     - `prompt_fill`: how the prompt went on after the last tokens of such a tail, or of the text. When there is nothing
-    at
-      all, a piece of the prompt, from anywhere: what the target answers to it are the next round's tails.
+      at all, a piece of the prompt, from anywhere: what the target answers to it are the next round's tails.
 
     In a tree, the tails of every branch beside the accepted path count.
 

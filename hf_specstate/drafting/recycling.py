@@ -14,7 +14,7 @@ from ..token_tree import TokenTree
 from .base import DraftContext, Drafter, DraftOutcome, DraftRequest
 
 DEPTH = 6  # of trees
-PLACES = 2**16
+PLACES, FEWEST_PLACES = 2**16, 2**12
 NOTHING = -1
 Seen = tuple[int, Sequence[tuple[int, int]], torch.Tensor]  # see [`SuccessorTable.update`]
 
@@ -22,8 +22,9 @@ Seen = tuple[int, Sequence[tuple[int, int]], torch.Tensor]  # see [`SuccessorTab
 class SuccessorTable:
     """
     For tokens and for pairs of tokens, the target's `k` likeliest next tokens when it last came by, with their
-    probabilities. Lies on the target's device and takes `65,536 * (8 + 8 * k)` bytes there for each text, whatever the
-    vocabulary: what falls into the place of something else replaces it. Threads may share it.
+    probabilities. Lies on the target's device and has 65,536 places of `8 + 8 * k` bytes for each text, whatever the
+    vocabulary (4.5 MiB with `k = 8`), or as many for four texts together if they are more, until each is down to 4,096.
+    What falls into the place of something else replaces it. Threads may share it.
 
     Args:
         k (`int`): Successors of each.
@@ -33,7 +34,8 @@ class SuccessorTable:
 
     def __init__(self, k: int, device: torch.device, num_texts: int = 1):
         self.k = k
-        size = num_texts * PLACES
+        self.places = max(4 * PLACES // max(num_texts, 4), FEWEST_PLACES)  # of each text
+        size = num_texts * self.places
         self.keys = torch.full((size,), NOTHING, dtype=torch.long, device=device)  # what each place is about
         self.token_ids = torch.zeros((size, k), dtype=torch.int32, device=device)
         self.probs = torch.zeros((size, k), device=device)
@@ -52,7 +54,7 @@ class SuccessorTable:
         for text, pairs, logits in seen:
             for before, token in pairs:
                 for key in (token, _pair(before, token, logits.shape[1])):
-                    latest[text * PLACES + _place(key)] = (key, slot)
+                    latest[self._place(text, key)] = (key, slot)
                 slot += 1
         changes = torch.tensor([(place, key, slot) for place, (key, slot) in latest.items()])
         places, keys, slots = changes.to(self.keys.device, non_blocking=True).unbind(1)
@@ -74,20 +76,20 @@ class SuccessorTable:
         the token; with probability 0 where neither was seen.
         """
         pairs = _pair(before, tokens, vocab_size)
-        of_pairs, of_tokens = texts * PLACES + _place(pairs), texts * PLACES + _place(tokens)
+        of_pairs, of_tokens = self._place(texts, pairs), self._place(texts, tokens)
         with self._lock:
             places = torch.where(self.keys[of_pairs] == pairs, of_pairs, of_tokens)
             is_known = (self.keys[places] == pairs) | (self.keys[places] == tokens)
             return self.token_ids[places].long(), self.probs[places] * is_known[..., None]
 
+    def _place(self, text, key):
+        """Where a text's key stands, as numbers or tensors; the factor is near 2**16 divided by the golden ratio."""
+        return text * self.places + (key * 40503 + (key >> 16)) % self.places
+
 
 def _pair(before, token, vocab_size: int):
     """The key of two tokens (a single token is its own), as numbers or tensors."""
     return vocab_size * (2 + before) + token
-
-
-def _place(key):
-    return (key * 40503 + (key >> 16)) % PLACES  # near 2**16 divided by the golden ratio
 
 
 @dataclass
@@ -112,6 +114,7 @@ class RecyclingDrafter(Drafter):
         self._sequences = context.sequences
         self._vocab_size = context.vocab_size
         device, earlier, rows = context.input_ids.device, context.draft_history, range(context.sequences.batch_size)
+        self._learning = set(rows)  # rows to whose text it listens: those that it was asked for, and a first time
         # of each row, its table and which of the table's texts it is
         if earlier is None:
             table = SuccessorTable(self.top_k, device, len(rows))
@@ -126,6 +129,7 @@ class RecyclingDrafter(Drafter):
         sizes = [1]  # paths in each level
         for _ in range(min(DEPTH, max_nodes, max(request.max_depth for request in requests))):
             sizes.append(min(max_nodes, sizes[-1] * width))
+        self._learning = {request.row for request in requests}
         by_table = self._by_table([request.row for request in requests])
         grown = [self._grow(table, [requests[place] for place in places], sizes, width) for table, places in by_table]
         trees = [_tree_of(paths, sizes, self.name) for paths in to_host(torch.cat(grown))]
@@ -167,12 +171,13 @@ class RecyclingDrafter(Drafter):
         for outcome in outcomes:
             text = self._sequences.tokens[outcome.row]
             end = len(text) - len(outcome.token_ids)
-            if not end:
-                continue  # prompted with embeddings: nothing is known of what the first token follows
+            if not end or outcome.row not in self._learning:
+                continue  # prompted with embeddings, nothing is known of what the first token follows
             tokens = [text[end - 1], *outcome.tree.token_ids]
             before = [text[end - 2] if end > 1 else NOTHING, *(tokens[1 + parent] for parent in outcome.tree.parents)]
             assert outcome.logits is not None
             seen[outcome.row] = self._texts[outcome.row][1], list(zip(before, tokens, strict=True)), outcome.logits
+        self._learning.clear()
         rows = list(seen)
         for table, places in self._by_table(rows):
             table.update([seen[rows[place]] for place in places])

@@ -35,6 +35,7 @@ class StockDrafter(Drafter):
     def start(self, context: DraftContext) -> None:
         self._context = context
         self._generators: dict[int, CandidateGenerator] = {}
+        self._ends: dict[int, int] = {}  # row -> where its last draft ended
         self.runs = None if context.assistant_model is None else ModelRuns()
 
     def propose_rows(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
@@ -45,7 +46,12 @@ class StockDrafter(Drafter):
             longest = max(map(len, trees), default=0)
             seconds = time.perf_counter() - began
             step = seconds / max(longest, 1)
-            self.runs = ModelRuns(step, seconds - step, max(longest - 1, 0), longest)
+            # it has to catch up with what came since it was last asked
+            is_late = any(len(request.token_ids) > self._ends[request.row] + 1 + longest for request in requests)
+            self.runs = ModelRuns(step, seconds - step, max(longest - 1, 0), longest, is_late)
+        self._ends |= {
+            request.row: len(request.token_ids) + len(tree) for request, tree in zip(requests, trees, strict=True)
+        }
         return trees
 
     def propose(self, request: DraftRequest) -> TokenTree:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 SEPARATOR = -1  # between texts; matches nothing
+MANY = 256  # tokens, from which they are indexed another way
 LONGEST_MATCH = 32  # tokens that are compared
 MOST_PLACES = 4096  # newest occurrences of a token that are looked at
 
@@ -49,8 +50,15 @@ class SuffixIndex:
             grown[: self._size] = self._tokens[: self._size]
             self._tokens = grown
         self._tokens[self._size : self._size + len(new)] = new
-        for place, token in enumerate(new.tolist(), start=self._size):
-            self._places[token].append(place)
+        if len(new) < MANY:
+            for place, token in enumerate(new.tolist(), start=self._size):
+                self._places[token].append(place)
+        else:  # token by token, rather than place by place
+            order = np.argsort(new, kind="stable")
+            known, begins = np.unique(new[order], return_index=True)
+            places = np.split((order + self._size).astype(np.int32), begins[1:])
+            for token, group in zip(known.tolist(), places, strict=True):
+                self._places[token].frombytes(group.tobytes())
         self._size += len(new)
 
     def end_text(self) -> None:

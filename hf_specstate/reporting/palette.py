@@ -12,6 +12,10 @@ COLOURS = ("#2288CC", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 TERMINAL_CUES = ("underline", "bold", "italic", "bold underline", "italic underline")
 UNDERLINES = ("solid", "dashed", "dotted", "double", "wavy")
 BRACKETS = ("⟦⟧", "⟪⟫", "⟮⟯", "⦃⦄", "⦗⦘")
+# look the same in every picture; those that often meet have different colours
+KNOWN_SOURCES = (
+    "assistant", "prompt_lookup", "history", "recycling", "answer_tail", "draft_tail", "prompt_fill", "stock",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -31,16 +35,18 @@ class SourceStyle:
 
 
 def styles_of(states: SpecStates) -> dict[str, SourceStyle]:
-    """Source -> how it looks, by order of first appearance. A token of several sources looks like the first of them."""
-    return {
-        source: SourceStyle(
-            COLOURS[place % len(COLOURS)],
-            TERMINAL_CUES[place % len(TERMINAL_CUES)],
-            UNDERLINES[place % len(UNDERLINES)],
-            BRACKETS[place % len(BRACKETS)],
-        )
-        for place, source in enumerate(states.drafted_by_source)
-    }
+    """Source -> how it looks; unknown ones by order of appearance. A token of several looks like the first of them."""
+    places = {source: place for place, source in enumerate(dict.fromkeys([*KNOWN_SOURCES, *states.drafted_by_source]))}
+    return {source: _style(places[source]) for source in states.drafted_by_source}
+
+
+def _style(place: int) -> SourceStyle:
+    return SourceStyle(
+        COLOURS[place % len(COLOURS)],
+        TERMINAL_CUES[place % len(TERMINAL_CUES)],
+        UNDERLINES[place % len(UNDERLINES)],
+        BRACKETS[place % len(BRACKETS)],
+    )
 
 
 def note_on_sharing(states: SpecStates) -> str | None:

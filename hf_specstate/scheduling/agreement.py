@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from transformers import PreTrainedModel
 
+from ..compat import tp_size
+
 Agree = Callable[[list[float]], list[float]]
 
 
@@ -14,7 +16,7 @@ def agreement(model: PreTrainedModel) -> Agree | None:
     the function returned gives its numbers to all of them. Everything else that decides is the same on all ranks.
     None for a model that one process holds.
     """
-    if (getattr(model, "tp_size", None) or 1) < 2:
+    if tp_size(model) < 2:
         return None
     mesh, group = getattr(model, "_device_mesh", None), None
     if mesh is not None and "tp" in (mesh.mesh_dim_names or ()):  # beside it there may be replicas with other texts

@@ -171,7 +171,10 @@ def rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:
 def place_of(model: PreTrainedModel, rows: int, few_rows: bool, fixed_slots: bool) -> Place:
     """Where the costs of `model` hold, with so many rows, faster products and a static cache."""
     threads = torch.get_num_threads() if model.device.type == "cpu" else 0
-    return Place(rows, str(model.device), str(model.dtype), threads, few_rows, fixed_slots)
+    device = model.device.type  # and the kind of it; by its number, each rank would have another
+    if device in ("cuda", "xpu"):
+        device += f" {torch.get_device_module(device).get_device_name(model.device)}"
+    return Place(rows, device, str(model.dtype), threads, few_rows, fixed_slots)
 
 
 def recall_cost(model: PreTrainedModel, place: Place) -> RoundCost:

@@ -57,10 +57,20 @@ class ModelPrice:
 
 @dataclass
 class ProposalPrice:
-    """Seconds that a drafter without a model takes for its proposals, and the rounds since it was last asked."""
+    """
+    What a drafter without a model costs.
+
+    Args:
+        seconds (`float`, *optional*): Of its proposals and of learning how they fared, in a round.
+        asked_for (`float`, *optional*): Of its proposals in this round, if it was asked.
+        quiet_rounds (`int`): Rounds since it was last asked.
+        is_new (`bool`): It has not been asked yet: the first time, much is done that is done once.
+    """
 
     seconds: float | None = None
+    asked_for: float | None = None
     quiet_rounds: int = 0
+    is_new: bool = True
 
 
 @dataclass
@@ -312,8 +322,7 @@ class GoodputSchedule(Schedule):
     def asked(self, drafter: Drafter, seconds: float) -> None:
         runs = drafter.runs
         if runs is None:
-            price = self._proposals[id(drafter)]
-            price.seconds = _towards(price.seconds, self._agree([seconds])[0])
+            self._proposals[id(drafter)].asked_for = seconds
             return
         seconds, begin, steps = self._agree([seconds, runs.begin_seconds, runs.step_seconds])
         self._round_drafting += seconds
@@ -327,6 +336,19 @@ class GoodputSchedule(Schedule):
             model.begin_seconds = _towards(model.begin_seconds, begin)
         elif model.begin_seconds is None:  # a step is what comes nearest to it
             model.begin_seconds = begin if model.step_seconds is None else model.step_seconds
+
+    def taught(self, drafter: Drafter, seconds: float) -> None:
+        price = self._proposals.get(id(drafter))
+        if price is None or price.asked_for is None:
+            return
+        [seconds] = self._agree([price.asked_for + seconds])
+        if not price.is_new:
+            price.seconds = _towards(price.seconds, seconds)
+        price.asked_for, price.is_new = None, False
+
+    def dropped(self, drafter: Drafter) -> None:
+        self._proposals.pop(id(drafter), None)
+        self._prices.pop(id(drafter), None)
 
     def observe_times(self, times: RoundTimes) -> None:
         forward, other = self._agree([times.forward_seconds, times.other_seconds])

@@ -64,7 +64,7 @@ class RoundTimes:
 
 
 class Schedule:
-    """Base class: the same number of nodes in every round, whatever happens."""
+    """Base class; a schedule says at least how many nodes a row may have."""
 
     wants_times = False  # whether rounds must be timed
     choice: Choice | None = None  # of the last round, where there was one
@@ -86,6 +86,12 @@ class Schedule:
 
     def asked(self, drafter: Drafter, seconds: float) -> None:
         """After a drafter was asked, which took `seconds`."""
+
+    def taught(self, drafter: Drafter, seconds: float) -> None:
+        """After a drafter was told how a round went, which took `seconds`."""
+
+    def dropped(self, drafter: Drafter) -> None:
+        """A drafter has failed and is not asked again."""
 
     def choose(self, rows: Sequence[int], trees: Mapping[int, TokenTree]) -> dict[int, TokenTree]:
         """What of the proposed trees is verified; their `confidences` are the chances to be accepted."""
