@@ -13,7 +13,7 @@ import math
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -121,7 +121,7 @@ class AveragedTable(SuccessorTable):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ids, probs = [], []
         for pair in zip(before[0].tolist(), tokens[0].tolist(), strict=True):
-            average = self._averages.get(pair) or self._averages.get((NOTHING - 1, pair[1])) or {}
+            average: Mapping[int, float] = self._averages.get(pair) or self._averages.get((NOTHING - 1, pair[1])) or {}
             best = sorted(average.items(), key=lambda item: -item[1])[: self.k]
             best += [(0, 0.0)] * (self.k - len(best))
             total = sum(average.values()) or 1.0

@@ -59,7 +59,7 @@ def main() -> int:
     console.print(f"text equal to plain generate(): [bold]{difference or 'yes'}[/bold]")
     console.print(
         f"plain {plain_seconds:.2f} s, speculative {seconds:.2f} s: {plain_seconds / seconds:.2f} times the speed "
-        "(one run on this machine, prefill included)"
+        "(one run on this machine, with the prefill and all that is prepared once)"
     )
     args.html.parent.mkdir(parents=True, exist_ok=True)
     args.html.write_text(out.spec_states.to_html(), encoding="utf-8")

@@ -68,6 +68,10 @@ class DraftHistory:
     def __repr__(self) -> str:
         return f"DraftHistory({len(self)} of at most {self.max_tokens} tokens, {len(self._texts)} texts)"
 
+    def __deepcopy__(self, memo: dict) -> "DraftHistory":
+        """With the texts; successors are learned anew."""
+        return DraftHistory.from_bytes(self.to_bytes())
+
     # ------------------------------------------------------------------ content
 
     def add(self, token_ids: Sequence[int] | torch.Tensor, tenant: str = EVERYBODY) -> None:

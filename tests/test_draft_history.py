@@ -1,5 +1,6 @@
 """Histories that outlive a call: bounded, apart by tenant, saved without pickle, shared by threads."""
 
+import copy
 import threading
 
 import numpy as np
@@ -59,6 +60,14 @@ def test_a_forgotten_text_leaves_nothing_behind():
         history.forget("a")
         out = speculating().generate(prompt(), draft_history=history, **OPTIONS)
         assert out.spec_states[0].num_tokens == 24 and all(tenant == "" for tenant, _ in texts_of(history))
+
+
+def test_a_copy_goes_its_own_way():
+    history = DraftHistory(max_tokens=50)
+    history.add([1, 2, 3], tenant="a")
+    copied = copy.deepcopy(history)
+    history.add([4, 5])
+    assert copied.texts() == [("a", [1, 2, 3])] and copied.max_tokens == 50
 
 
 def test_replacing_takes_what_the_others_hold():
