@@ -45,6 +45,7 @@ from .stopping import STATELESS_CRITERIA
 from .validation import (
     check_assistant,
     check_config,
+    check_draft_history,
     check_generation,
     check_positions,
     check_spec_profile,
@@ -136,12 +137,18 @@ class SpecCall:
         returns = bool(chosen["return_spec_states"])
         draft_history, spec_profile = asked.get("draft_history"), asked.get("spec_profile")
         check_spec_profile(spec_profile)
-        given = (chosen["spec_config"], spec_streamer, draft_history, spec_profile)
-        explicit = returns or any(value is not None for value in given)
-        of_call = [asked.get(name) or getattr(passed, name, None) for name in SETTINGS]
-        is_default = not any(value is not None for value in (*of_call, spec_streamer, draft_history, spec_profile))
+        of_call = {name: _first([asked.get(name), getattr(passed, name, None)]) for name in SETTINGS}
+        given = (
+            of_call["return_spec_states"] or None,
+            of_call["spec_config"],
+            spec_streamer,
+            draft_history,
+            spec_profile,
+        )
+        by_call = any(value is not None for value in given)
+        explicit = by_call or returns or chosen["spec_config"] is not None
         return cls(
-            config, resolved, bounds, returns, explicit, explicit and is_default, spec_streamer, draft_history,
+            config, resolved, bounds, returns, explicit, explicit and not by_call, spec_streamer, draft_history,
             spec_profile,
         )  # fmt: skip
 
@@ -278,6 +285,7 @@ def _history(
 ) -> HistoryOfRows | None:
     if call.draft_history is None:
         return None
+    check_draft_history(model, call.draft_history)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     return HistoryOfRows(call.draft_history, batch_size, generation_config.num_return_sequences or 1, vocab_size)
 

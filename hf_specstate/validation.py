@@ -172,6 +172,15 @@ def check_spec_profile(spec_profile) -> None:
         raise ValueError(f"`spec_profile` takes a SpecProfile (`SpecProfile.load(path)` reads one), got {kind}.")
 
 
+def check_draft_history(model: PreTrainedModel, draft_history) -> None:
+    """
+    Raises:
+        ValueError: there is one for each prompt, and the model writes segment by segment, in batches that shrink.
+    """
+    if isinstance(draft_history, list | tuple) and hasattr(model, "_stack_split_outputs"):
+        raise ValueError(f"{type(model).__name__} takes one `draft_history` for all recordings.")
+
+
 def check_spec_streamer(spec_streamer) -> None:
     """
     Raises:

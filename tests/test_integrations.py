@@ -22,7 +22,7 @@ from transformers import (
     pipeline,
 )
 
-from hf_specstate import Drafter, TokenTree, enable
+from hf_specstate import Drafter, DraftHistory, TokenTree, enable
 from hf_specstate.compat import CACHE_NAME
 from tests.families import VOCAB, noisy_copy, prompt, tiny
 
@@ -435,6 +435,17 @@ def test_whisper_returns_states():
     assert torch.equal(out.sequences, want.sequences)
     assert len(out.spec_states) == 2
     assert_used(out)
+
+
+def test_whisper_takes_one_history():
+    model, reference, _, inputs = encoder_decoder("whisper")
+    with pytest.raises(ValueError, match="one `draft_history` for all"):
+        model.generate(**inputs, draft_history=[DraftHistory(), DraftHistory()], **GREEDY)
+    history = DraftHistory()
+    assert torch.equal(
+        model.generate(**inputs, draft_history=history, **GREEDY), reference.generate(**inputs, **GREEDY)
+    )
+    assert len(history)
 
 
 def test_whisper_keeps_begin_suppress_tokens_with_an_assistant():
