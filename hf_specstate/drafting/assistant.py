@@ -22,10 +22,9 @@ from ..validation import check_encoder_inputs, check_support
 from ..verification import CachedModel
 from .base import DraftContext, Drafter, DraftOutcome, DraftRequest, ModelRuns
 from .expectations import Expectation, Expectations
-from .prior import acceptance
+from .growth import Growth
 
 MOST_AT_ONCE = 64  # tokens of each row that are caught up in one forward: every one of them makes logits
-SURE = 0.6  # of a chain that others proposed: the chance that all of it is accepted, from which it is not drafted anew
 
 
 @dataclass
@@ -35,7 +34,7 @@ class AssistantDrafter(Drafter):
     trees as in SpecInfer, https://huggingface.co/papers/2305.09781). Each step runs the assistant on the most likely
     node of every row that has no children yet and gives it the `width` most likely ones, or, under `"rejection"`
     acceptance, one drawn from its distribution. Tokens that the assistant has not seen since it was last asked are
-    caught up in one forward first. What other drafters of the call are sure of is extended rather than drafted anew.
+    caught up first, up to 64 in a forward. What other drafters of the call are sure of is extended rather than drafted anew.
 
     Args:
         conditioning (`float`, *optional*, defaults to 0.05):
@@ -90,7 +89,7 @@ class AssistantDrafter(Drafter):
     def propose_rows(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         room: int = self._longest - max(len(request.token_ids) for request in requests)
         growing = {
-            request.row: _Growth(request, min(request.max_depth, room), self._threshold, self._support.tree)
+            request.row: Growth(request, min(request.max_depth, room), self._threshold, self._support.tree)
             for request in requests
             if min(request.max_nodes, request.max_depth, room) > 0
         }
@@ -121,7 +120,7 @@ class AssistantDrafter(Drafter):
         )
         return [self._trees[request.row] for request in requests]
 
-    def _is_worthwhile(self, growing: dict[int, "_Growth"], request: DraftRequest) -> bool:
+    def _is_worthwhile(self, growing: dict[int, "Growth"], request: DraftRequest) -> bool:
         """Whether one more step promises enough accepted tokens in all rows."""
         if not request.least_gain:
             return True
@@ -201,7 +200,7 @@ class AssistantDrafter(Drafter):
         self._seen = [seen + len(path) for seen, path in zip(self._seen, paths, strict=True)]
         self._node_slots = [{} for _ in paths]
 
-    def _follow(self, growing: dict[int, "_Growth"], logits: torch.Tensor) -> torch.Tensor:
+    def _follow(self, growing: dict[int, "Growth"], logits: torch.Tensor) -> torch.Tensor:
         """Runs what others are sure of in one forward, so that the rows' trees grow from its end."""
         paths = [growing[row].known if row in growing else [] for row in range(self._sequences.batch_size)]
         if not self._support.tree:  # without a mask for each row, all must be as long
@@ -221,7 +220,7 @@ class AssistantDrafter(Drafter):
                 logits[row] = followed[row, len(path) - 1]
         return logits
 
-    def _run(self, growing: dict[int, "_Growth"]) -> torch.Tensor:
+    def _run(self, growing: dict[int, "Growth"]) -> torch.Tensor:
         """One step: the chosen node of every row, `(batch_size, vocab_size)`; rows that are done run along unused."""
         batch_size, pending = self._sequences.batch_size, self._cached.rows.pending
         tokens, depths = [[self._sequences.pad_token_id]] * batch_size, [[IDLE_DEPTH]] * batch_size
@@ -259,7 +258,7 @@ class AssistantDrafter(Drafter):
 
     # ------------------------------------------------------------------ its choices
 
-    def _add_children(self, growing: dict[int, "_Growth"], logits: torch.Tensor) -> None:
+    def _add_children(self, growing: dict[int, "Growth"], logits: torch.Tensor) -> None:
         """Gives the node that each growing row stands at its children."""
         expected = self._expect(growing)
         probs = self._process(growing, logits).softmax(dim=-1)  # [growing, target vocab]
@@ -284,7 +283,7 @@ class AssistantDrafter(Drafter):
                 growth.distributions.append(probs[place])
                 tree.draft_probs = torch.stack(growth.distributions)
 
-    def _expect(self, growing: dict[int, "_Growth"]) -> dict[int, tuple[list[int], Expectation]]:
+    def _expect(self, growing: dict[int, "Growth"]) -> dict[int, tuple[list[int], Expectation]]:
         """What earlier rounds say about the children of the nodes that the rows stand at: `(path, expectation)`."""
         expected = {}
         self._conditioner.forget()
@@ -297,7 +296,7 @@ class AssistantDrafter(Drafter):
                 expected[row] = (path, expectation)
         return expected
 
-    def _process(self, growing: dict[int, "_Growth"], logits: torch.Tensor) -> torch.Tensor:
+    def _process(self, growing: dict[int, "Growth"], logits: torch.Tensor) -> torch.Tensor:
         """The assistant's scores over the target's vocabulary, under the processors, `(growing, vocab_size)`."""
         size = min(logits.shape[-1], self._context.vocab_size)
         device = self._context.input_ids.device
@@ -318,54 +317,6 @@ class AssistantDrafter(Drafter):
             self._conditioner.rows = own
             processed[here] = self._processors(input_ids, scores[own])[[own.index(row) for row in rows]]
         return processed
-
-
-class _Growth:
-    """How far one row's tree has grown, and which node gets children next."""
-
-    def __init__(self, request: DraftRequest, max_depth: int, threshold: float | None, in_trees: bool):
-        self.max_nodes = request.max_nodes
-        self.max_depth = max_depth
-        self.width = request.width if in_trees else 1
-        self.threshold = threshold
-        self.known = sure_path(request.known, min(max_depth, request.max_nodes) - 1)
-        # runs of the assistant, the catching up included
-        self.steps = math.ceil((request.max_nodes - len(self.known)) / self.width)
-        self.node = -1  # the root
-        self.distributions: list[torch.Tensor] = []
-        self._frontier: list[tuple[float, int]] = []  # (-log probability of the whole path, node)
-
-    def offer(self, node: int, tree: TokenTree) -> None:
-        """A new node may be run later."""
-        self._frontier.append((-sum(tree.log_probs[ancestor] for ancestor in tree.path_to(node)), node))
-
-    def choose(self, tree: TokenTree) -> bool:
-        """Moves to the most likely node without children; False if the row has drafted enough."""
-        self.steps -= 1
-        self._frontier = [entry for entry in self._frontier if len(tree.path_to(entry[1])) < self.max_depth]
-        if self.steps <= 0 or len(tree) >= self.max_nodes or not self._frontier:
-            return False
-        best = min(self._frontier)
-        self._frontier.remove(best)
-        self.node = best[1]
-        # only what came before a token may decide whether it is drafted, so an unsure token itself is still offered
-        return self.threshold is None or math.exp(tree.log_probs[self.node]) >= self.threshold
-
-
-def sure_path(known: TokenTree, max_length: int) -> list[tuple[int, float]]:
-    """`(token, chance given the one before)` along the likeliest chain of `known`, as far as it is `SURE`."""
-    path: list[tuple[int, float]] = []
-    node, value = -1, 1.0
-    while len(path) < max_length:
-        children = [child for child, parent in enumerate(known.parents) if parent == node]
-        if not children:
-            break
-        node = max(children, key=lambda child: acceptance(known, child))
-        value *= acceptance(known, node)
-        if value < SURE:
-            break
-        path.append((known.token_ids[node], acceptance(known, node)))
-    return path
 
 
 def _private_generator(device: torch.device) -> torch.Generator:
