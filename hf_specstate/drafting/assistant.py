@@ -34,7 +34,7 @@ class AssistantDrafter(Drafter):
     trees as in SpecInfer, https://huggingface.co/papers/2305.09781). Each step runs the assistant on the most likely
     node of every row that has no children yet and gives it the `width` most likely ones, or, under `"rejection"`
     acceptance, one drawn from its distribution. Tokens that the assistant has not seen since it was last asked are
-    caught up first, up to 64 in a forward. What other drafters of the call are sure of is extended rather than drafted anew.
+    caught up first, up to 64 in a forward. What other drafters of the call are sure of is extended, not drafted anew.
 
     Args:
         conditioning (`float`, *optional*, defaults to 0.05):
