@@ -36,7 +36,7 @@ class RunConfig:
         sample (`bool`): Sample instead of decoding greedily.
         temperature (`float`), seed (`int`): For sampling.
         threads (`int`, *optional*): Of torch on the CPU; defaults to torch's choice.
-        cost_curve (`bool`): Measure what forwards of 1 to 32 tokens cost, first of all.
+        cost_curve (`bool`): First of all, for a minute or two, measure what forwards of 1 to 32 tokens cost.
         output (`str`, *optional*): Defaults to `eval/results/MODEL-DATA.jsonl`.
     """
 

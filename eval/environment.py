@@ -4,6 +4,7 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -25,7 +26,7 @@ def header(config: RunConfig, model: PreTrainedModel, arguments: list[str]) -> d
     words = [without_folders(argument) for argument in arguments]
     return {
         "type": "header",
-        "command": " ".join(["python -m eval.run", *words]),
+        "command": f"python -m eval.run {shlex.join(words)}",
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "config": config.public_dict() | {"data_sha256": _data_sha256(config)},
         "environment": environment(model),

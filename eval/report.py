@@ -86,6 +86,8 @@ def warnings(run: RunFile) -> list[str]:
         said.append(f"**{len(found)} text(s) differ from plain decoding by more than rounding.**")
     if failed := failures(run):
         said.append(f"**{len(failed)} measurement(s) failed: {', '.join(sorted({m.method for m in failed}))}.**")
+    if not run.batch_sizes:
+        said.append("**Nothing has been measured yet.**")
     for batch_size in run.batch_sizes:
         seen = noise(run.usable(batch_size))
         where = f" at batch size {batch_size}" if len(run.batch_sizes) > 1 else ""
@@ -95,7 +97,7 @@ def warnings(run: RunFile) -> list[str]:
                 "Differences of that size mean nothing here."
             )
         elif not seen.is_known:
-            said.append(f"Nobody knows how steady the machine was{where}: {seen}.")
+            said.append(f"How steady the machine was{where} is not known: {seen}.")
         else:
             said.append(f"The machine was steady{where}, as far as plain decoding shows: {seen}.")
     return said

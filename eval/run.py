@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = read_config(words)
         plans = plan_methods(config.methods, METHODS)
         questions = chosen_questions(config)
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
+        config.threads = config.threads or torch.get_num_threads()  # a run that is continued keeps to its number
+        torch.set_num_threads(config.threads)
         model, tokenizer, assistant = load_models(config)
         results = ResultFile.open(config.output_path)
         results.start(header(config, model, words))
@@ -137,7 +137,8 @@ class Run:
         """Everything that the file lacks."""
         if self.config.cost_curve:
             try:
-                for record in cost_curve(self.model, self.results.cost_curve):
+                rows = sorted({1, *self.config.batch_sizes})
+                for record in cost_curve(self.model, self.results.cost_curve, all_rows=rows):
                     self.results.add(record)
             except Exception as error:  # a cache that cannot be cut back, say; the rest can be measured
                 self.results.add_unavailable("cost_curve", f"{type(error).__name__}: {error}")

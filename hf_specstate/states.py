@@ -118,19 +118,27 @@ class SpecRound:
 
     def explain(self) -> str:
         """In one line, why the schedule drafted as much as it did, and what came of it."""
-        size, given = len(self.token_ids), len(self.committed_token_ids)
-        result = f"{given} token{'s' if given != 1 else ''} came of it"
+        result = f"{_count(len(self.committed_token_ids), 'token')} came of it"
+        if self.index == 0:
+            return f"prefill: {result}"
+        nodes = _count(len(self.token_ids), "node")
         if self.decision is None:
-            return f"{size} of at most {self.num_planned} nodes: {result}"
+            return f"{nodes} of at most {self.num_planned}: {result}"
         offer = f"{self.considered_tokens:.2f} expected tokens at {self.considered_cost:.2f}x cost"
         if self.decision == "off":
             return (
                 f"off: {offer}" if self.considered_nodes else "off: no drafter was asked, or none had anything to say"
             )
-        why = {"best": "best", "explore": "to measure such a forward", "fixed": "fixed before drafting"}[self.decision]
-        seconds = "" if self.expected_seconds is None else f", in {1e3 * self.expected_seconds:.0f} ms"
+        expected = f"{self.expected_tokens:.2f} expected tokens"
+        if self.decision == "best":  # for the batch: what is considered is the average of its rows
+            why = f"best: {offer}" + ("" if offer.startswith(expected) else f", {self.expected_tokens:.2f} in this row")
+        else:
+            why = {"explore": "to measure such a forward", "fixed": "fixed before drafting"}[self.decision]
+            why += f": {expected}"
         took = f" in {1e3 * self.verify_seconds:.0f} ms" if self.verify_seconds else ""
-        return f"{size} nodes, {why}: {self.expected_tokens:.2f} expected tokens{seconds} ({offer}); {result}{took}"
+        if self.expected_seconds is not None:
+            took += f" ({1e3 * self.expected_seconds:.0f} ms expected)"
+        return f"{nodes}, {why}; {result}{took}"
 
     @property
     def seconds(self) -> float:
@@ -357,3 +365,7 @@ class SpecStates(DraftStatistics):
         from .reporting.plots import plot
 
         return plot(self)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -177,7 +177,8 @@ def check_draft_history(model: PreTrainedModel, draft_history) -> None:
     Raises:
         ValueError: there is one for each prompt, and the model writes segment by segment, in batches that shrink.
     """
-    if isinstance(draft_history, list | tuple) and hasattr(model, "_stack_split_outputs"):
+    writes_segments = hasattr(getattr(model, "_hf_specstate_base", type(model)), "_stack_split_outputs")  # Whisper
+    if isinstance(draft_history, list | tuple) and writes_segments:
         raise ValueError(f"{type(model).__name__} takes one `draft_history` for all recordings.")
 
 

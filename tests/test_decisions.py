@@ -68,12 +68,13 @@ def test_the_others_are_explained_too():
     choice = dict(expected_tokens=2.1, expected_seconds=0.04)
     choice |= dict(considered_nodes=2, considered_tokens=2.1, considered_cost=1.5)
     best = SpecRound(3, 5, **common, **choice, decision="best", verify_seconds=0.05)
-    assert best.explain() == (
-        "2 nodes, best: 2.10 expected tokens, in 40 ms (2.10 expected tokens at 1.50x cost); "
-        "2 tokens came of it in 50 ms"
-    )
+    came = "2 tokens came of it in 50 ms (40 ms expected)"
+    assert best.explain() == f"2 nodes, best: 2.10 expected tokens at 1.50x cost; {came}"
+    best.considered_tokens = 2.4
+    assert best.explain() == f"2 nodes, best: 2.40 expected tokens at 1.50x cost, 2.10 in this row; {came}"
+    assert SpecRound(0, 0, added_token_id=3).explain() == "prefill: 1 token came of it"
     assert "to measure such a forward" in SpecRound(3, 5, **common, **choice, decision="explore").explain()
-    assert SpecRound(3, 5, **common).explain() == "2 of at most 8 nodes: 2 tokens came of it"
+    assert SpecRound(3, 5, **common).explain() == "2 nodes of at most 8: 2 tokens came of it"
 
 
 def test_decisions_travel(model, tmp_path):

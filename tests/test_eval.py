@@ -509,3 +509,16 @@ def test_results_know_what_a_file_holds(tmp_path):
 def test_methods_have_one_name_each():
     assert all(name == method.name for name, method in METHODS.items())
     assert all(isinstance(method, Method) for method in METHODS.values())
+
+
+def test_a_run_keeps_to_its_number_of_threads(run, capsys):
+    """Even if nobody named it: the environment may say something else the next time."""
+    before = torch.get_num_threads()
+    try:
+        run("--methods", "plain")
+        torch.set_num_threads(before + 1)
+        status, lines = run("--methods", "plain", OURS)
+        assert status == 2 and lines["header"][0]["config"]["threads"] == before
+        assert f"was measured with threads {before}, not {before + 1}" in capsys.readouterr().err
+    finally:
+        torch.set_num_threads(before)

@@ -52,7 +52,8 @@ class SpecProfile:
             differing = [name for name, value in fits.items() if self._fits and self._fits.get(name) != value]
             if differing:
                 logger.warning(
-                    "`spec_profile` is not used: it was made for another %s.", " and another ".join(sorted(differing))
+                    "`spec_profile` is not used: it was made for another %s.",
+                    " and another ".join("number of rows" if name == "rows" else name for name in sorted(differing)),
                 )
             if differing or not self._fits:
                 return Acceptance(), None
