@@ -37,7 +37,7 @@ class DraftHistory:
 
     Bounded by `max_tokens`: when it is full, the oldest texts go first, whoever wrote them. A text that it holds
     already is not added again. Texts of different tenants never meet, see [`~DraftHistory.for_tenant`]. Threads may
-    share it. A million tokens take about 31 MiB, and the successors of a tenant 4.5 MiB on the target's device, for the
+    share it. A million tokens take about 35 MiB, and the successors of a tenant 4.5 MiB on the target's device, for the
     16 tenants that came last.
 
     Args:
@@ -56,14 +56,17 @@ class DraftHistory:
         self._indexes: dict[str, SuffixIndex] = {}  # by tenant
         self._tables: OrderedDict[str, SuccessorTable] = OrderedDict()  # by tenant; the one that came last stands last
         self._largest = -1  # of the tokens that were added
-        self._texts: deque[tuple[str, int, bytes]] = deque()  # (tenant, tokens, digest), oldest first
+        # (tenant, tokens, digest), oldest first: what counts; everything else can be made from it again
+        self._texts: deque[tuple[str, array, bytes]] = deque()
         self._known: set[tuple[str, bytes]] = set()
         self._size = 0
+        self._is_changing = False  # still, when an operation begins: the one before it was interrupted
         self._lock = RLock()
 
     def __len__(self) -> int:
         """Tokens that are kept."""
-        return self._size
+        with self._whole():
+            return self._size
 
     def __repr__(self) -> str:
         return f"DraftHistory({len(self)} of at most {self.max_tokens} tokens, {len(self._texts)} texts)"
@@ -83,37 +86,38 @@ class DraftHistory:
             tenant (`str`, *optional*): Whose it is.
 
         Raises:
-            ValueError: these are no tokens.
+            ValueError: these are no tokens, or this is no name.
         """
+        if not isinstance(tenant, str):
+            raise ValueError(f"A tenant is named by a string, got {tenant!r}.")
         try:
-            tensor = torch.as_tensor(token_ids)
-        except (TypeError, ValueError, RuntimeError) as error:
+            given = token_ids if isinstance(token_ids, torch.Tensor) else torch.as_tensor(token_ids, device="cpu")
+            tokens = to_host(given.reshape(-1)[-self.max_tokens :])
+        except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
             raise ValueError(f"`token_ids` must be integers: {error}.") from error
-        tokens = to_host(tensor.reshape(-1)[-self.max_tokens :])
         if not all(type(token) is int and 0 <= token <= LARGEST_TOKEN for token in tokens):
             raise ValueError(f"`token_ids` must be integers between 0 and {LARGEST_TOKEN}.")
         if tokens:
-            with self._lock:
+            with self._whole():
                 self._add(tokens, tenant)
 
     def clear(self) -> None:
         """Forgets everything, the vocabulary too."""
-        with self._lock:
-            self._indexes.clear()
+        with self._whole():
+            self._is_changing = True
+            self._texts = deque()
             self._tables.clear()
-            self._texts.clear()
-            self._known.clear()
-            self._size, self._largest, self.vocab_size = 0, -1, None
+            self.vocab_size = None
+            self._rebuild()
 
     def forget(self, tenant: str) -> None:
         """Forgets everything of one tenant."""
-        with self._lock:
-            self._indexes.pop(tenant, None)
+        with self._whole():
+            self._is_changing = True
             self._tables.pop(tenant, None)
+            self._indexes.pop(tenant, None)
             self._texts = deque(text for text in self._texts if text[0] != tenant)
-            self._known = {entry for entry in self._known if entry[0] != tenant}
-            self._size = sum(count for _, count, _ in self._texts)
-            self._largest = max((int(index.tokens.max()) for index in self._indexes.values()), default=-1)
+            self._count()
 
     def for_tenant(self, tenant: str) -> "TenantHistory":
         """What to pass as `draft_history=` so that a call sees the texts of `tenant` only, and adds to them."""
@@ -123,17 +127,14 @@ class DraftHistory:
 
     def texts(self) -> list[tuple[str, list[int]]]:
         """`(tenant, token_ids)` of every text, oldest first; the tenant of texts that have none is empty."""
-        with self._lock:
-            tokens = {name: index.tokens.tolist() for name, index in self._indexes.items()}
-            starts, found = dict.fromkeys(tokens, 0), []
-            for name, count, _ in self._texts:
-                found.append((name, tokens[name][starts[name] : starts[name] + count]))
-                starts[name] += count + 1  # and a separator
-            return found
+        with self._whole():
+            return [(name, tokens.tolist()) for name, tokens, _ in self._texts]
 
     def merge(self, *others: "DraftHistory") -> None:
         """Adds the texts of the others that are missing here, as the newest ones."""
         for other in others:
+            if not isinstance(other, DraftHistory):
+                raise TypeError(f"Only a DraftHistory can be merged, got a {type(other).__name__}.")
             self._check_vocabulary(other._vocabulary, other.vocab_size, "the other history")
         for tenant, tokens in [text for other in others for text in other.texts()]:
             self.add(tokens, tenant)
@@ -144,35 +145,65 @@ class DraftHistory:
             self._check_vocabulary(other._vocabulary, other.vocab_size, "the other history")
         texts = [text for other in others for text in other.texts()]  # before the lock: two may replace each other
         vocab_size = self.vocab_size
-        with self._lock:
+        with self._whole():
             self.clear()
             self.vocab_size = vocab_size
             for tenant, tokens in texts:
                 self.add(tokens, tenant)
 
     def _add(self, tokens: list[int], name: str) -> None:
-        digest = hashlib.blake2b(array("q", tokens).tobytes(), digest_size=16).digest()
+        text = array("i", tokens)
+        digest = hashlib.blake2b(text.tobytes(), digest_size=16).digest()
         if (name, digest) in self._known:
             return
-        self._known.add((name, digest))
+        self._is_changing = True
         index = self._indexes.setdefault(name, SuffixIndex())
         index.extend(tokens)
         index.end_text()
-        self._largest = max(self._largest, *tokens)
-        self._texts.append((name, len(tokens), digest))
-        self._size += len(tokens)
+        self._texts.append((name, text, digest))
+        self._known.add((name, digest))
+        self._size += len(text)
+        self._largest = max(self._largest, *text)
         while self._size > self.max_tokens:
             self._drop_oldest()
+        self._is_changing = False
 
     def _drop_oldest(self) -> None:
-        name, count, digest = self._texts.popleft()
+        name, text, digest = self._texts.popleft()
         self._known.discard((name, digest))
-        self._size -= count
+        self._size -= len(text)
         index = self._indexes[name]
-        index.drop(count + 1)
+        index.drop(len(text) + 1)
         if not len(index):  # also what was learned from these texts
             del self._indexes[name]
             self._tables.pop(name, None)
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Holds the lock; makes good what was left half done by Ctrl-C, or for want of memory."""
+        with self._lock:
+            if self._is_changing:
+                self._rebuild()
+            yield
+
+    def _rebuild(self) -> None:
+        """Makes everything from the texts, as many as there is room for."""
+        size = sum(len(text) for _, text, _ in self._texts)
+        while size > self.max_tokens:
+            size -= len(self._texts.popleft()[1])
+        indexes: dict[str, SuffixIndex] = {}
+        for name, text, _ in self._texts:
+            index = indexes.setdefault(name, SuffixIndex())
+            index.extend(text)
+            index.end_text()
+        self._indexes = indexes
+        self._count()
+
+    def _count(self) -> None:
+        self._known = {(name, digest) for name, _, digest in self._texts}
+        self._size = sum(len(text) for _, text, _ in self._texts)
+        self._largest = max((max(text) for _, text, _ in self._texts), default=-1)
+        self._is_changing = False
 
     # ------------------------------------------------------------------ files
 
@@ -191,7 +222,7 @@ class DraftHistory:
         return cls.from_bytes(Path(path).read_bytes(), str(path), tokenizer)
 
     def to_bytes(self) -> bytes:
-        with self._lock:
+        with self._whole():
             texts = self.texts()
             header = {
                 "max_tokens": self.max_tokens,
@@ -200,8 +231,8 @@ class DraftHistory:
                 "tenants": [name for name, _ in texts],
             }
         tensors = {
-            "token_ids": torch.tensor([token for _, tokens in texts for token in tokens], dtype=torch.int32),
-            "lengths": torch.tensor([len(tokens) for _, tokens in texts], dtype=torch.long),
+            "token_ids": torch.tensor([t for _, tokens in texts for t in tokens], dtype=torch.int32, device="cpu"),
+            "lengths": torch.tensor([len(tokens) for _, tokens in texts], dtype=torch.long, device="cpu"),
         }
         return pack(FORMAT, VERSION, header, tensors)
 
@@ -224,7 +255,7 @@ class DraftHistory:
 
     def _check_vocabulary(self, vocabulary: str | None, vocab_size: int | None, name: str) -> None:
         """Takes over a vocabulary's size, or refuses another one than this history's."""
-        with self._lock:
+        with self._whole():
             if None not in (vocabulary, self._vocabulary) and vocabulary != self._vocabulary:
                 raise ValueError(f"{name} holds the tokens of another tokenizer.")
             if None not in (vocab_size, self.vocab_size) and vocab_size != self.vocab_size:
@@ -239,7 +270,7 @@ class DraftHistory:
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[SuffixIndex]:
-        with self._lock:
+        with self._whole():
             yield self._indexes.get(name) or SuffixIndex()
 
     def _successors(self, name: str, k: int, device: torch.device) -> SuccessorTable:

@@ -9,15 +9,14 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import GenerationMode
 
 from .calls import ARGUMENTS, SpecCall, decode
+from .draft_history import DraftHistory, TenantHistory
 from .outputs import with_sums
 from .states import SpecStates
 
+UNSUITABLE_CACHES = ("offloaded", "quantized")  # drafts cannot be taken back from these
 OURS = ", ".join(f"`{name}`" for name in ARGUMENTS)
 # assistants that live inside transformers' own loop: they draft from the target's hidden states
 STOCK_ONLY_ASSISTANTS = ("Gemma4Assistant", "Gemma4UnifiedAssistant")
-
-if TYPE_CHECKING:
-    from .draft_history import DraftHistory, TenantHistory
 
 _Base: Any = GenerationMixin if TYPE_CHECKING else object  # what the class will stand before
 _classes: dict[type, type] = {}
@@ -49,7 +48,8 @@ class SpecStateMixin(_Base):
         prepared._spec_call = None if prepared.is_assistant else call
         if call.is_explicit and not prepared.is_assistant:
             other_mode = _other_mode(prepared)
-            if other_mode is not None and call.is_default:
+            has_no_cache = not prepared.use_cache or prepared.cache_implementation in UNSUITABLE_CACHES
+            if call.is_default and (other_mode is not None or has_no_cache):
                 prepared._spec_call = None
                 return prepared, model_kwargs
             if other_mode is not None:
@@ -102,7 +102,7 @@ class SpecStateMixin(_Base):
         return (_new_enabled, (self._hf_specstate_base,), *state)
 
 
-def enable(model: PreTrainedModel, draft_history: "DraftHistory | TenantHistory | None" = None) -> PreTrainedModel:
+def enable(model: PreTrainedModel, draft_history: DraftHistory | TenantHistory | None = None) -> PreTrainedModel:
     """
     Lets `model.generate()` speculate: with an assistant (`assistant_model=`, `assistant_early_exit=`,
     `prompt_lookup_num_tokens=`), or without one when `return_spec_states=True`, `spec_config=`, `spec_streamer=` or
@@ -120,8 +120,13 @@ def enable(model: PreTrainedModel, draft_history: "DraftHistory | TenantHistory 
 
     Raises:
         TypeError: something else than a generating transformers model; the message says what to pass.
+        ValueError: `draft_history` is none.
     """
     inner = getattr(model, "_orig_mod", model)
+    if not isinstance(draft_history, DraftHistory | TenantHistory | None):
+        raise ValueError(
+            f"`draft_history` takes a DraftHistory or a part of one, got a {type(draft_history).__name__}."
+        )
     if not (isinstance(inner, PreTrainedModel) and isinstance(inner, GenerationMixin)):
         raise TypeError(_what_to_enable(inner))
     if not is_enabled(inner):

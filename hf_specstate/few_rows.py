@@ -6,11 +6,12 @@ as other ways to multiply the same matrices, which differ in the last bits only.
 machine, the shape and the number of rows, so it is measured on the model's own weights when it is first needed.
 
 The model is left alone: forwards go through a *view* of it, which shares all weights, buffers and hooks but has other
-linear modules. No other thread sees it, and nothing has to be put back when a call is interrupted.
+linear modules. No other thread sees it, and nothing has to be put back when a call is interrupted. (What a module's own
+`forward` writes into its attributes, rather than into buffers, stays on the view and is gone with it.)
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MutableMapping
 from threading import Lock
 from typing import Any, cast
 
@@ -178,6 +179,35 @@ def _kind(weight: torch.Tensor) -> tuple:
     return (tuple(weight.shape), weight.dtype, weight.stride())
 
 
+class OwnersHooks(MutableMapping):
+    """
+    The hooks of a module, called with that module where its view runs: a hook may look it up, or leave something on it.
+
+    Args:
+        owner (`nn.Module`): The module.
+        hooks (`MutableMapping`): Its hooks; what is registered on the view is registered there.
+    """
+
+    def __init__(self, owner: nn.Module, hooks: MutableMapping[int, Callable]):
+        self._owner, self._hooks = owner, hooks
+
+    def __getitem__(self, key: int) -> Callable:
+        hook = self._hooks[key]
+        return lambda view, *args: hook(self._owner, *args)
+
+    def __setitem__(self, key: int, hook: Callable) -> None:
+        self._hooks[key] = hook
+
+    def __delitem__(self, key: int) -> None:
+        del self._hooks[key]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._hooks)
+
+    def __len__(self) -> int:
+        return len(self._hooks)
+
+
 def _view(module: nn.Module, groups: dict[tuple, AlikeLinears], made: dict[int, nn.Module]) -> Any:
     """Copies the modules that change and those around them, each once, but nothing that they hold."""
     if id(module) in made:
@@ -190,6 +220,9 @@ def _view(module: nn.Module, groups: dict[tuple, AlikeLinears], made: dict[int, 
         return module
     view = made[id(module)] = object.__new__(FewRowsLinear if is_dense else type(module))
     view.__dict__.update(module.__dict__, _modules=children)
+    for kind in ("_forward_pre_hooks", "_forward_hooks"):
+        if hooks := module.__dict__[kind]:  # few have any, and a dict is faster
+            view.__dict__[kind] = OwnersHooks(module, hooks)
     if is_dense:
         view.__dict__["alike"] = groups[_kind(cast(nn.Linear, module).weight)]
     return view

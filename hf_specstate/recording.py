@@ -199,7 +199,7 @@ def _drafted_logprobs(logits: torch.Tensor, rounds: dict[int, SpecRound]) -> tor
         drafted = zip(spec_round.parents, spec_round.token_ids, strict=True)
         places[row] = [[parent + 1, token] for parent, token in drafted]
         places[row] += [[0, 0]] * (max_nodes - len(places[row]))
-    slots, tokens = torch.tensor(places).to(logits.device, non_blocking=True).unbind(-1)
+    slots, tokens = torch.tensor(places, device="cpu").to(logits.device, non_blocking=True).unbind(-1)
     last_parent = max(slot for row in places for slot, _ in row)
     normaliser = logits[:, : 1 + last_parent].logsumexp(dim=-1)  # [batch, slots with children]
     rows = torch.arange(logits.shape[0], device=logits.device)[:, None]

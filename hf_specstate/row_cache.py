@@ -134,7 +134,7 @@ class RowCache:
 
     def _append(self, paths: Sequence[Sequence[int]], width: int, scattered: bool) -> None:
         """Notes `width` pending slots as kept: slot `j` is the `j`-th of a path, or, if scattered, the one it names."""
-        index = torch.full((len(paths), width), -1)
+        index = torch.full((len(paths), width), -1, device="cpu")
         for row, path in enumerate(paths):
             for place, slot in enumerate(path):
                 index[row, slot if scattered else place] = self.lengths[row] + place
@@ -181,7 +181,7 @@ class RowCache:
 
     def _gather_tail(self, paths: Sequence[Sequence[int]], longest: int) -> None:
         """Moves the kept slots of every row to the front of the pending ones, in place."""
-        source = torch.tensor([[*path, *[0] * (longest - len(path))] for path in paths])
+        source = torch.tensor([[*path, *[0] * (longest - len(path))] for path in paths], device="cpu")
         for layer in self._layers:
             where = source.to(layer.keys.device, non_blocking=True)
             for states in (layer.keys, layer.values):

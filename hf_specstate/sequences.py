@@ -82,7 +82,7 @@ class Sequences:
         for row in range(self.batch_size):
             start, stop = self._uploaded[row], self.num_new(row)
             if start < stop:
-                new = torch.tensor(self.new_tokens(row, start), dtype=torch.long)
+                new = torch.tensor(self.new_tokens(row, start), dtype=torch.long, device="cpu")
                 self._buffer[row, self.prompt_length + start : self.prompt_length + stop] = new
                 self._uploaded[row] = stop
 

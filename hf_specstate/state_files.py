@@ -55,7 +55,8 @@ def to_bytes(states: SpecStates) -> bytes:
         tensors[name] = _integers(NONE if value is None else value for value in values)
     for name in FLOATS:
         values = (getattr(spec_round, name) for spec_round in rounds)
-        tensors[name] = torch.tensor([math.nan if v is None else v for v in values], dtype=torch.float64)
+        numbers = [math.nan if value is None else value for value in values]
+        tensors[name] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
     for names, dtype in ((INTEGER_LISTS, torch.long), (FLOAT_LISTS, torch.float64)):
         for name in names:
             tensors |= _ragged(name, [getattr(spec_round, name) for spec_round in rounds], dtype)
@@ -116,13 +117,13 @@ def _build(header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> SpecStat
 
 
 def _integers(values: Iterable[int]) -> torch.Tensor:
-    return torch.tensor(list(values), dtype=torch.long)
+    return torch.tensor(list(values), dtype=torch.long, device="cpu")
 
 
 def _ragged(name: str, lists: list[list], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Lists of different lengths, one behind the other."""
     return {
-        name: torch.tensor(list(chain.from_iterable(lists)), dtype=dtype),
+        name: torch.tensor(list(chain.from_iterable(lists)), dtype=dtype, device="cpu"),
         f"{name}.lengths": _integers(map(len, lists)),
     }
 

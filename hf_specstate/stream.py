@@ -124,7 +124,7 @@ class SpecStream(Iterator[SpecEvent]):
         if not self._has_text:
             return None
         text = self._texts.setdefault(row, self._make_text())
-        text.put(torch.tensor(spec_round.committed_token_ids))
+        text.put(torch.tensor(spec_round.committed_token_ids, device="cpu"))
         return text.take(is_last=spec_round.stop_reason is not None)
 
 

@@ -28,7 +28,7 @@ class StreamRelay:
         fresh = [self.sequences.new_tokens(row, start) for row in range(self.sequences.batch_size)]
         for step in range(reached - start):
             tokens = [row[step] if step < len(row) else self.sequences.pad_token_id for row in fresh]
-            self.streamer.put(torch.tensor(tokens, dtype=torch.long))
+            self.streamer.put(torch.tensor(tokens, dtype=torch.long, device="cpu"))
 
     def end(self) -> None:
         if self.streamer is not None:

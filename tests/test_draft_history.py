@@ -1,6 +1,7 @@
 """Histories that outlive a call: bounded, apart by tenant, saved without pickle, shared by threads."""
 
 import copy
+import sys
 import threading
 
 import numpy as np
@@ -11,6 +12,8 @@ from families import noisy_copy, prompt, tiny
 import hf_specstate
 from eval.random_model import byte_tokenizer
 from hf_specstate import DraftHistory
+from hf_specstate.draft_history import HistoryOfRows
+from hf_specstate.drafting.suffix_index import SEPARATOR
 
 OPTIONS = dict(max_new_tokens=24, do_sample=False, return_spec_states=True)
 
@@ -60,6 +63,69 @@ def test_a_forgotten_text_leaves_nothing_behind():
         history.forget("a")
         out = speculating().generate(prompt(), draft_history=history, **OPTIONS)
         assert out.spec_states[0].num_tokens == 24 and all(tenant == "" for tenant, _ in texts_of(history))
+
+
+class Interrupt(KeyboardInterrupt):
+    """Not pytest's to act on."""
+
+
+def interrupted_after(lines: int, call) -> bool:
+    """Runs `call` and raises after so many lines of the package's code, as Ctrl-C may; whether it came to that."""
+    left = lines
+
+    def trace(frame, event, _):
+        nonlocal left
+        if "hf_specstate" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            left -= 1
+            if left < 0:
+                sys.settrace(None)
+                raise Interrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    except Interrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+TEXTS, NEW = [("", [1, 2, 3]), ("a", [4, 5]), ("", [6, 7, 8, 9])], ("b", [10, 11])
+# name -> most tokens, the change, and what it leads to
+CHANGES = {
+    "add": (100, lambda history: history.add(NEW[1], NEW[0]), [*TEXTS, NEW]),
+    "add and drop": (9, lambda history: history.add(NEW[1], NEW[0]), [*TEXTS[1:], NEW]),
+    "forget": (100, lambda history: history.forget("a"), [TEXTS[0], TEXTS[2]]),
+    "clear": (100, lambda history: history.clear(), []),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_an_interrupted_change_is_made_whole_or_not_at_all(name):
+    """Whatever the line at which Ctrl-C arrives."""
+    max_tokens, change, result = CHANGES[name]
+    lines, is_interrupted = 0, True
+    while is_interrupted:
+        history = DraftHistory(max_tokens)
+        for tenant, tokens in TEXTS:
+            history.add(tokens, tenant)
+        is_interrupted = interrupted_after(lines, lambda: change(history))  # noqa: B023
+        found = history.texts()
+        assert found in (TEXTS, result, [*TEXTS, NEW])  # the last: not yet dropped
+        assert len(history) == sum(len(tokens) for _, tokens in found)
+        for tenant in ("", "a", "b"):
+            part = history.for_tenant(tenant) if tenant else history
+            with HistoryOfRows(part, 1, 1, 64).reading(0) as index:
+                own = [[*tokens, SEPARATOR] for other, tokens in found if other == tenant]
+                assert index.tokens.tolist() == sum(own, [])
+        history.add(NEW[1], NEW[0])
+        assert history.texts().count(NEW) == 1 and len(history) <= max_tokens
+        lines += 1
+    assert lines > 5
 
 
 def test_a_copy_goes_its_own_way():
@@ -211,6 +277,8 @@ def test_unsuitable_histories_are_refused_before_anything_runs():
     for bad, word in (("text", "str"), ([], "0 entries"), ([DraftHistory()] * 2, "2 entries")):
         with pytest.raises(ValueError, match=word):
             model.generate(prompt(), draft_history=bad, **OPTIONS)
+    with pytest.raises(ValueError, match="str"):
+        hf_specstate.enable(model, draft_history="text")
     foreign = DraftHistory()
     foreign.add([10**6])
     with pytest.raises(ValueError, match="vocabulary"):

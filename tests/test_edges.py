@@ -239,6 +239,32 @@ def test_other_default_dtypes_and_devices_change_nothing():
     assert out.tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("way", ["assistant", "no assistant", "history"])
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64, "meta"], ids=str)
+def test_defaults_of_torch_change_nothing_without_lockstep_either(default, way):
+    plain, model = tiny("llama"), hf_specstate.enable(tiny("llama"))
+    options = {"max_new_tokens": 16, "do_sample": False}
+    expected = plain.generate(**a_batch(), **options, repetition_penalty=1.2)
+    batch, history = a_batch(), hf_specstate.DraftHistory()
+    ways = {
+        "assistant": {"assistant_model": noisy_copy(plain)},
+        "no assistant": {},
+        "history": {"draft_history": history},
+    }
+    options |= ways[way] | {"spec_config": STRICT, "return_spec_states": True, "repetition_penalty": 1.2}
+    try:
+        if isinstance(default, torch.dtype):
+            torch.set_default_dtype(default)
+        else:
+            torch.set_default_device(default)
+        out = model.generate(**batch, **options)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert out.sequences.tolist() == expected.tolist()
+    assert sum(sequence.num_drafted for sequence in out.spec_states)
+
+
 def test_the_heuristic_schedule_starts_where_it_is_told_to():
     plain, model = tiny("llama"), hf_specstate.enable(tiny("llama"))
     options = {"max_new_tokens": 24, "do_sample": False, "assistant_model": plain, "return_spec_states": True}

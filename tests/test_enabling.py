@@ -284,10 +284,11 @@ def test_arguments_kept_in_the_models_generation_config(model, reference, tmp_pa
 
 
 @pytest.mark.parametrize("default", [dict(return_spec_states=True), dict(spec_config=dict(max_nodes=3))], ids=str)
-def test_arguments_kept_in_the_models_config_do_not_stand_in_the_way_of_beams(model, reference, default):
+def test_arguments_kept_in_the_models_config_give_way_to_calls_that_cannot_speculate(model, reference, default):
     model.generation_config = GenerationConfig(pad_token_id=0, **default)
     beams = GREEDY | dict(num_beams=2)
-    assert torch.equal(model.generate(prompt(), **beams), reference.generate(prompt(), **beams))
+    for options in (beams, GREEDY | dict(use_cache=False)):
+        assert torch.equal(model.generate(prompt(), **options), reference.generate(prompt(), **options))
     with pytest.raises(ValueError, match="beam search"):
         model.generate(prompt(), return_spec_states=True, **beams)
     with pytest.raises(ValueError, match="beam search"):

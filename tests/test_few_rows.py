@@ -124,6 +124,33 @@ def test_hooks_of_the_user_still_run(only):
     assert len(seen) == out.spec_states[0].num_forwards
 
 
+def test_hooks_are_handed_the_users_own_modules(only):
+    """Which they may look up, or leave something on."""
+    only(few_rows.weight_first)
+    model = hf_specstate.enable(tiny("llama"))
+    names = {module: name for name, module in model.named_modules()}
+    seen: list[str] = []
+
+    def count(module, *_):
+        seen.append(names[module])
+        module.calls = getattr(module, "calls", 0) + 1
+
+    handles = [module.register_forward_hook(count) for module in names]
+    handles += [
+        module.register_forward_pre_hook(lambda module, args, kwargs: count(module), with_kwargs=True)
+        for module in names
+    ]
+    options = dict(max_new_tokens=5, do_sample=False)
+    model.generate(prompt(), **options)
+    plain, layer = sorted(seen), model.model.layers[0]
+    calls, layer.calls = layer.calls, 0
+    seen.clear()
+    model.generate(prompt(), spec_config=CONFIG | {"schedule": "constant", "max_nodes": 0}, **options)
+    assert sorted(seen) == plain and layer.calls == calls
+    for handle in handles:
+        handle.remove()
+
+
 def test_other_threads_see_torchs_own_product(monkeypatch):
     """While we generate with a product that is wrong, another thread uses the model and gets what it always gets."""
     slow, wrong = threading.Event(), threading.Event()

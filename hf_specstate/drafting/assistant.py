@@ -224,7 +224,7 @@ class AssistantDrafter(Drafter):
         """One step: the chosen node of every row, `(batch_size, vocab_size)`; rows that are done run along unused."""
         batch_size, pending = self._sequences.batch_size, self._cached.rows.pending
         tokens, depths = [[self._sequences.pad_token_id]] * batch_size, [[IDLE_DEPTH]] * batch_size
-        context = torch.ones((batch_size, 1, pending + 1), dtype=torch.bool)
+        context = torch.ones((batch_size, 1, pending + 1), dtype=torch.bool, device="cpu")
         for row, growth in growing.items():
             tree, node = self._trees[row], growth.node
             tokens[row], depths[row] = [tree.token_ids[node]], [tree.depths[node] - 1]
@@ -313,7 +313,7 @@ class AssistantDrafter(Drafter):
             if len(self._processors) > 1:  # the conditioner does not read them
                 for row in rows:
                     path = [self._trees[row].token_ids[node] for node in paths[row]]
-                    input_ids[own.index(row), length - len(path) :] = torch.tensor(path, dtype=torch.long)
+                    input_ids[own.index(row), length - len(path) :] = torch.tensor(path, dtype=torch.long, device="cpu")
             self._conditioner.rows = own
             processed[here] = self._processors(input_ids, scores[own])[[own.index(row) for row in rows]]
         return processed

@@ -38,7 +38,7 @@ class SuccessorTable:
         size = num_texts * self.places
         self.keys = torch.full((size,), NOTHING, dtype=torch.long, device=device)  # what each place is about
         self.token_ids = torch.zeros((size, k), dtype=torch.int32, device=device)
-        self.probs = torch.zeros((size, k), device=device)
+        self.probs = torch.zeros((size, k), dtype=torch.float32, device=device)
         self._lock = Lock()
 
     def update(self, seen: Sequence[Seen]) -> None:
@@ -56,11 +56,11 @@ class SuccessorTable:
                 for key in (token, _pair(before, token, logits.shape[1])):
                     latest[self._place(text, key)] = (key, slot)
                 slot += 1
-        changes = torch.tensor([(place, key, slot) for place, (key, slot) in latest.items()])
+        changes = torch.tensor([(place, key, slot) for place, (key, slot) in latest.items()], device="cpu")
         places, keys, slots = changes.to(self.keys.device, non_blocking=True).unbind(1)
         best = [logits.topk(min(self.k, logits.shape[1]), dim=-1) for _, _, logits in seen]
         norms = [logits.logsumexp(dim=-1, keepdim=True) for _, _, logits in seen]
-        probs = (torch.cat([values for values, _ in best]) - torch.cat(norms)).exp()
+        probs = (torch.cat([values for values, _ in best]) - torch.cat(norms)).exp().float()
         successors = torch.cat([tokens for _, tokens in best])
         missing = (0, self.k - probs.shape[1])
         with self._lock:
@@ -153,9 +153,9 @@ class RecyclingDrafter(Drafter):
         """
         device = table.token_ids.device
         last = [[self._texts[request.row][1], NOTHING, *request.token_ids[-2:]] for request in requests]
-        ends = torch.tensor([[row[0], *row[-2:]] for row in last]).to(device, non_blocking=True)
+        ends = torch.tensor([[row[0], *row[-2:]] for row in last], device="cpu").to(device, non_blocking=True)
         texts, before, tokens = ends.split(1, dim=1)
-        chances = torch.ones(tokens.shape, device=device)
+        chances = torch.ones(tokens.shape, dtype=torch.float32, device=device)
         levels = []
         for size in sizes[1:]:
             found, probs = table.successors(texts, before, tokens, self._vocab_size)

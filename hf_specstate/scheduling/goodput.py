@@ -315,7 +315,7 @@ class GoodputSchedule(Schedule):
     def _expected_tokens(self, rows: Sequence[int], chosen: Mapping[int, TokenTree], total: float) -> dict[int, float]:
         if self._together:
             return dict.fromkeys(rows, total / len(rows))
-        return {row: 1 + sum(values(chosen[row])) if row in chosen else 1.0 for row in rows}
+        return {row: 1.0 + sum(values(chosen[row])) if row in chosen else 1.0 for row in rows}
 
     # ------------------------------------------------------------------ learning
 
