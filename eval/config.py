@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 # What the numbers of one file must have in common; the rest may grow when a run is resumed.
-FIXED = "model assistant dtype device_map quantization new_tokens sample temperature seed threads".split()
+FIXED = "model assistant dtype device_map quantization new_tokens sample temperature seed".split()
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("nf4", "int8")
 

@@ -62,8 +62,10 @@ class ResultFile:
             ValueError: the file holds a run with other settings, which would not be comparable.
         """
         if self.header is not None:
-            old, new = self.header["config"], header["config"]
-            for name in (*FIXED, "data_sha256"):
+            old, new = (
+                known["config"] | {"threads": known["environment"]["threads"]} for known in (self.header, header)
+            )
+            for name in (*FIXED, "data_sha256", "threads"):  # as they are, also if nobody named a number
                 if old.get(name) != new.get(name):
                     raise ValueError(
                         f"{self.path} was measured with {name} {old.get(name)!r}, not {new.get(name)!r}: choose "

@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = read_config(words)
         plans = plan_methods(config.methods, METHODS)
         questions = chosen_questions(config)
-        config.threads = config.threads or torch.get_num_threads()  # a run that is continued keeps to its number
-        torch.set_num_threads(config.threads)
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
         model, tokenizer, assistant = load_models(config)
         results = ResultFile.open(config.output_path)
         results.start(header(config, model, words))

@@ -45,8 +45,8 @@ from .stopping import STATELESS_CRITERIA
 from .validation import (
     check_assistant,
     check_config,
-    check_draft_history,
     check_generation,
+    check_history_of_segments,
     check_positions,
     check_spec_profile,
     check_spec_streamer,
@@ -137,20 +137,27 @@ class SpecCall:
         returns = bool(chosen["return_spec_states"])
         draft_history, spec_profile = asked.get("draft_history"), asked.get("spec_profile")
         check_spec_profile(spec_profile)
-        of_call = {name: _first([asked.get(name), getattr(passed, name, None)]) for name in SETTINGS}
-        given = (
+        of_call = {name: asked[name] if name in asked else getattr(passed, name, None) for name in SETTINGS}
+        used = (
             of_call["return_spec_states"] or None,
             of_call["spec_config"],
             spec_streamer,
             draft_history,
             spec_profile,
         )
-        by_call = any(value is not None for value in given)
+        by_call = any(value is not None for value in used)
         explicit = by_call or returns or chosen["spec_config"] is not None
         return cls(
-            config, resolved, bounds, returns, explicit, explicit and not by_call, spec_streamer, draft_history,
-            spec_profile,
-        )  # fmt: skip
+            config=config,
+            resolved=resolved,
+            bounds=bounds,
+            return_spec_states=returns,
+            is_explicit=explicit,
+            is_default=explicit and not by_call,
+            spec_streamer=spec_streamer,
+            draft_history=draft_history,
+            spec_profile=spec_profile,
+        )
 
     def with_assistant(self, assistant: PreTrainedModel | None) -> SpecStateConfig:
         """The complete configuration: what is open comes from the assistant's generation config, then from defaults."""
@@ -285,7 +292,7 @@ def _history(
 ) -> HistoryOfRows | None:
     if call.draft_history is None:
         return None
-    check_draft_history(model, call.draft_history)
+    check_history_of_segments(model, call.draft_history)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     return HistoryOfRows(call.draft_history, batch_size, generation_config.num_return_sequences or 1, vocab_size)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad
 
+from .host import from_host
 from .states import SpecRound, SpecStates
 
 NO_TOKEN = -1  # in a place that nothing was drafted for
@@ -64,7 +65,7 @@ def proposals(states: SpecStates) -> Proposals:
         proposal_token_ids=_padded(states, "token_ids", (rounds, nodes), NO_TOKEN),
         proposal_probs=logprobs.exp(),
         proposal_parents=_padded(states, "parents", (rounds, nodes), NO_TOKEN),
-        proposal_lens=torch.tensor(padded_lens, dtype=torch.long, device="cpu").reshape(len(states), rounds),
+        proposal_lens=from_host(padded_lens, dtype=torch.long).reshape(len(states), rounds),
     )
 
 
@@ -93,7 +94,7 @@ def _padded(states: SpecStates, name: str, shape: tuple[int, int], filler: float
         values = [value + [filler] * (width - len(value)) for value in values]
         rows.append(values + [[filler] * width] * (rounds - len(values)))
     dtype = torch.long if filler == NO_TOKEN else torch.float32
-    return torch.tensor(rows, dtype=dtype, device="cpu").reshape(len(states), rounds, width)
+    return from_host(rows, dtype=dtype).reshape(len(states), rounds, width)
 
 
 def _hidden_states(states: SpecStates, rounds: int, nodes: int) -> torch.Tensor | None:

@@ -17,7 +17,7 @@ import torch
 from .checked_file import pack, unpack, write
 from .drafting.recycling import SuccessorTable
 from .drafting.suffix_index import SuffixIndex
-from .host import to_host
+from .host import from_host, to_host
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,7 +55,6 @@ class DraftHistory:
         self._vocabulary = None if tokenizer is None else _fingerprint(tokenizer)
         self._indexes: dict[str, SuffixIndex] = {}  # by tenant
         self._tables: OrderedDict[str, SuccessorTable] = OrderedDict()  # by tenant; the one that came last stands last
-        self._largest = -1  # of the tokens that were added
         # (tenant, tokens, digest), oldest first: what counts; everything else can be made from it again
         self._texts: deque[tuple[str, array, bytes]] = deque()
         self._known: set[tuple[str, bytes]] = set()
@@ -105,9 +104,8 @@ class DraftHistory:
         """Forgets everything, the vocabulary too."""
         with self._whole():
             self._is_changing = True
-            self._texts = deque()
-            self._tables.clear()
             self.vocab_size = None
+            self._texts = deque()  # from here on it counts
             self._rebuild()
 
     def forget(self, tenant: str) -> None:
@@ -132,24 +130,22 @@ class DraftHistory:
 
     def merge(self, *others: "DraftHistory") -> None:
         """Adds the texts of the others that are missing here, as the newest ones."""
-        for other in others:
-            if not isinstance(other, DraftHistory):
-                raise TypeError(f"Only a DraftHistory can be merged, got a {type(other).__name__}.")
-            self._check_vocabulary(other._vocabulary, other.vocab_size, "the other history")
+        self._check_others(others)
         for tenant, tokens in [text for other in others for text in other.texts()]:
             self.add(tokens, tenant)
 
     def replace(self, others: "Sequence[DraftHistory]") -> None:
         """Holds the texts of the others instead of its own, those of the first as the oldest."""
-        for other in others:
-            self._check_vocabulary(other._vocabulary, other.vocab_size, "the other history")
+        self._check_others(others)
         texts = [text for other in others for text in other.texts()]  # before the lock: two may replace each other
-        vocab_size = self.vocab_size
+        new = DraftHistory(self.max_tokens)
+        for tenant, tokens in texts:
+            new.add(tokens, tenant)
         with self._whole():
-            self.clear()
-            self.vocab_size = vocab_size
-            for tenant, tokens in texts:
-                self.add(tokens, tenant)
+            self._is_changing = True
+            self._tables.clear()
+            self._texts = new._texts
+            self._rebuild()
 
     def _add(self, tokens: list[int], name: str) -> None:
         text = array("i", tokens)
@@ -163,7 +159,6 @@ class DraftHistory:
         self._texts.append((name, text, digest))
         self._known.add((name, digest))
         self._size += len(text)
-        self._largest = max(self._largest, *text)
         while self._size > self.max_tokens:
             self._drop_oldest()
         self._is_changing = False
@@ -197,12 +192,13 @@ class DraftHistory:
             index.extend(text)
             index.end_text()
         self._indexes = indexes
+        for name in self._tables.keys() - indexes.keys():  # what was learned from texts that are gone
+            del self._tables[name]
         self._count()
 
     def _count(self) -> None:
         self._known = {(name, digest) for name, _, digest in self._texts}
         self._size = sum(len(text) for _, text, _ in self._texts)
-        self._largest = max((max(text) for _, text, _ in self._texts), default=-1)
         self._is_changing = False
 
     # ------------------------------------------------------------------ files
@@ -231,8 +227,8 @@ class DraftHistory:
                 "tenants": [name for name, _ in texts],
             }
         tensors = {
-            "token_ids": torch.tensor([t for _, tokens in texts for t in tokens], dtype=torch.int32, device="cpu"),
-            "lengths": torch.tensor([len(tokens) for _, tokens in texts], dtype=torch.long, device="cpu"),
+            "token_ids": from_host([token for _, tokens in texts for token in tokens], dtype=torch.int32),
+            "lengths": from_host([len(tokens) for _, tokens in texts], dtype=torch.long),
         }
         return pack(FORMAT, VERSION, header, tensors)
 
@@ -253,6 +249,12 @@ class DraftHistory:
         history._vocabulary = history._vocabulary or vocabulary
         return history
 
+    def _check_others(self, others: "Sequence[DraftHistory]") -> None:
+        for other in others:
+            if not isinstance(other, DraftHistory):
+                raise ValueError(f"Only texts of a whole DraftHistory can be taken, got a {type(other).__name__}.")
+            self._check_vocabulary(other._vocabulary, other.vocab_size, "the other history")
+
     def _check_vocabulary(self, vocabulary: str | None, vocab_size: int | None, name: str) -> None:
         """Takes over a vocabulary's size, or refuses another one than this history's."""
         with self._whole():
@@ -262,7 +264,8 @@ class DraftHistory:
                 raise ValueError(
                     f"{name} has a vocabulary of {vocab_size} tokens, this draft history one of {self.vocab_size}."
                 )
-            if vocab_size is not None and vocab_size <= self._largest:
+            largest = max((int(index.tokens.max()) for index in self._indexes.values()), default=-1)
+            if vocab_size is not None and vocab_size <= largest:
                 raise ValueError(f"{name} has a vocabulary of {vocab_size} tokens, and this draft history others.")
             self.vocab_size = self.vocab_size or vocab_size
 

@@ -13,9 +13,9 @@ from .draft_history import DraftHistory, TenantHistory
 from .outputs import with_sums
 from .states import SpecStates
 
-UNSUITABLE_CACHES = ("offloaded", "quantized")  # drafts cannot be taken back from these
 OURS = ", ".join(f"`{name}`" for name in ARGUMENTS)
 # assistants that live inside transformers' own loop: they draft from the target's hidden states
+IN_STOCK_LOOP = f"drafts from the target's hidden states inside transformers' own loop; leave out {OURS}."
 STOCK_ONLY_ASSISTANTS = ("Gemma4Assistant", "Gemma4UnifiedAssistant")
 
 _Base: Any = GenerationMixin if TYPE_CHECKING else object  # what the class will stand before
@@ -47,13 +47,12 @@ class SpecStateMixin(_Base):
             prepared.__dict__.pop(name, None)
         prepared._spec_call = None if prepared.is_assistant else call
         if call.is_explicit and not prepared.is_assistant:
-            other_mode = _other_mode(prepared)
-            has_no_cache = not prepared.use_cache or prepared.cache_implementation in UNSUITABLE_CACHES
-            if call.is_default and (other_mode is not None or has_no_cache):
+            reason = _other_mode(prepared)
+            if call.is_default and (reason is not None or _has_unsuitable_cache(prepared)):
                 prepared._spec_call = None
                 return prepared, model_kwargs
-            if other_mode is not None:
-                raise ValueError(other_mode)
+            if reason is not None:
+                raise ValueError(reason)
             prepared.return_dict_in_generate = prepared.return_dict_in_generate or call.return_spec_states
         return prepared, model_kwargs
 
@@ -120,7 +119,7 @@ def enable(model: PreTrainedModel, draft_history: DraftHistory | TenantHistory |
 
     Raises:
         TypeError: something else than a generating transformers model; the message says what to pass.
-        ValueError: `draft_history` is none.
+        ValueError: `draft_history` is something else.
     """
     inner = getattr(model, "_orig_mod", model)
     if not isinstance(draft_history, DraftHistory | TenantHistory | None):
@@ -184,22 +183,29 @@ def _takes_over(generation_config: GenerationConfig, assistant_model: PreTrained
     call = getattr(generation_config, "_spec_call", None)
     if call is None:
         return False
-    kind = None
+    if _stock_only(generation_config) is not None:
+        return False
+    kind = type(assistant_model).__name__
+    if not kind.startswith(STOCK_ONLY_ASSISTANTS):
+        return True
+    if call.is_explicit and not call.is_default:
+        raise ValueError(f"A {kind} {IN_STOCK_LOOP}")
+    return False
+
+
+def _stock_only(generation_config: GenerationConfig) -> str | None:
+    """The argument that asks for drafts which only transformers' own loop can make."""
     if generation_config.use_mtp:
-        kind = "`use_mtp=True`"
-    elif getattr(generation_config, "speculation_type", None) == "dflash":
-        kind = "`speculation_type='dflash'`"
-    elif type(assistant_model).__name__.startswith(STOCK_ONLY_ASSISTANTS):
-        kind = f"A {type(assistant_model).__name__}"
-    if kind is not None and call.is_explicit and not call.is_default:
-        raise ValueError(
-            f"{kind} drafts from the target's hidden states inside transformers' own loop; leave out {OURS}."
-        )
-    return kind is None
+        return "`use_mtp=True`"
+    if getattr(generation_config, "speculation_type", None) == "dflash":
+        return "`speculation_type='dflash'`"
+    return None
 
 
 def _other_mode(generation_config: GenerationConfig) -> str | None:
-    """What is wrong with beam search, contrastive search or another mode that selects whole sequences."""
+    """What is wrong with beam search, contrastive search or another mode that this package does not decode."""
+    if (kind := _stock_only(generation_config)) is not None:
+        return f"{kind} {IN_STOCK_LOOP}"
     if generation_config.cache_implementation == "paged":
         return (
             f"{OURS} cannot be combined with `cache_implementation='paged'`, which switches to continuous batching; "
@@ -209,3 +215,9 @@ def _other_mode(generation_config: GenerationConfig) -> str | None:
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION):
         return f"{OURS} work with greedy decoding and sampling; these arguments ask for {mode.value.replace('_', ' ')}."
     return None
+
+
+def _has_unsuitable_cache(generation_config: GenerationConfig) -> bool:
+    """Whether the call will have no cache, or one from which drafts cannot be taken back."""
+    kind = generation_config.cache_implementation or ""
+    return not generation_config.use_cache or kind.startswith(("offloaded", "quantized"))

@@ -3,6 +3,8 @@
 import torch
 from transformers import LogitsProcessor
 
+from .host import from_host
+
 MOST_WEIGHT = 0.999  # of what is expected; more is not told from certainty in half precision
 
 
@@ -59,11 +61,10 @@ class SpecStateLogitsProcessor(LogitsProcessor):
         if not due:
             return scores
         rows, of_scores, tokens, weights = zip(*due, strict=True)
-        places = torch.tensor([of_scores, tokens], device="cpu").to(scores.device, non_blocking=True).unbind()
+        places = from_host([of_scores, tokens], scores.device).unbind()
         log_q = scores[places[0]].log_softmax(dim=-1).gather(1, places[1][:, None]).squeeze(1)
         self.plain_probs.update(zip(rows, log_q.exp(), strict=True))
-        weight = torch.tensor(weights, dtype=scores.dtype, device="cpu").clamp(max=MOST_WEIGHT)
-        weight = weight.to(scores.device, non_blocking=True)
+        weight = from_host(weights, scores.device, scores.dtype).clamp(max=MOST_WEIGHT)
         # log(1 + w / ((1 - w) q)) turns q into the mixture if the other scores stay; what was ruled out stays so
         gain = torch.nn.functional.softplus(weight.logit() - log_q)
         return scores.index_put(places, torch.where(log_q.isfinite(), gain, 0), accumulate=True)

@@ -18,7 +18,7 @@ from transformers.utils import ModelOutput
 
 from .clock import Clock
 from .config import SpecStateConfig
-from .host import to_host
+from .host import from_host, to_host
 from .selection import Selection
 from .states import SpecRound, SpecSequence, SpecStates
 
@@ -199,7 +199,7 @@ def _drafted_logprobs(logits: torch.Tensor, rounds: dict[int, SpecRound]) -> tor
         drafted = zip(spec_round.parents, spec_round.token_ids, strict=True)
         places[row] = [[parent + 1, token] for parent, token in drafted]
         places[row] += [[0, 0]] * (max_nodes - len(places[row]))
-    slots, tokens = torch.tensor(places, device="cpu").to(logits.device, non_blocking=True).unbind(-1)
+    slots, tokens = from_host(places, logits.device).unbind(-1)
     last_parent = max(slot for row in places for slot, _ in row)
     normaliser = logits[:, : 1 + last_parent].logsumexp(dim=-1)  # [batch, slots with children]
     rows = torch.arange(logits.shape[0], device=logits.device)[:, None]

@@ -25,7 +25,7 @@ from transformers.cache_utils import (
 )
 
 from .compat import self_attention_cache
-from .host import to_host
+from .host import from_host, to_host
 
 WASTE_BEFORE_COMPACTION = 0.25  # fraction of slots; a compaction copies the whole cache once, like any forward does
 STATIC_WIDTHS = (1, 2, 4, 8, 16)  # static caches are made for compiled forwards, which compile once for each width
@@ -181,7 +181,7 @@ class RowCache:
 
     def _gather_tail(self, paths: Sequence[Sequence[int]], longest: int) -> None:
         """Moves the kept slots of every row to the front of the pending ones, in place."""
-        source = torch.tensor([[*path, *[0] * (longest - len(path))] for path in paths], device="cpu")
+        source = from_host([[*path, *[0] * (longest - len(path))] for path in paths])
         for layer in self._layers:
             where = source.to(layer.keys.device, non_blocking=True)
             for states in (layer.keys, layer.values):

@@ -27,7 +27,7 @@ STATELESS_PROCESSORS = tuple(
 )
 
 
-# of these, the ones that hold something for every row of the batch
+# stateless processors that hold something for every row of the batch
 WHOLE_BATCH_PROCESSORS = (
     logits_process.EncoderRepetitionPenaltyLogitsProcessor,
     logits_process.EncoderNoRepeatNGramLogitsProcessor,
@@ -116,17 +116,14 @@ class Selection:
 
     def _process_by_length(self, rows: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
         """`(len(rows), vocab_size)`: rows of one length are processed together."""
-        lengths = [self.sequences.length(row) for row in rows]
-        scores = logits.new_empty((len(rows), logits.shape[1]))
-        for length in sorted(set(lengths)):
-            here = [place for place, known in enumerate(lengths) if known == length]
-            own = [rows[place] for place in here]
+        scores = torch.empty_like(logits)
+        for length, own in sorted(self.sequences.by_length(rows).items()):
             ids = self.sequences.ids(length)
             if self._whole_batch:
-                scores[here] = self.processors(ids, logits.clone())[own]
+                scores[own] = self.processors(ids, logits.clone())[own]
             else:
-                scores[here] = self.processors(ids[own], logits[own])
-        return scores
+                scores[own] = self.processors(ids[own], logits[own])
+        return scores[list(rows)]
 
     def _choose(self, scores: torch.Tensor, rows: Sequence[int], slots: Sequence[int]) -> list[int]:
         if not self.do_sample:

@@ -1,8 +1,10 @@
 """The committed token ids of every row."""
 
+from collections.abc import Iterable
+
 import torch
 
-from .host import to_host
+from .host import from_host, to_host
 
 
 class Sequences:
@@ -61,6 +63,13 @@ class Sequences:
         """The committed tokens of `row` from its `start`-th on."""
         return self.tokens[row][self._prompt_lengths[row] + start :]
 
+    def by_length(self, rows: Iterable[int]) -> dict[int, list[int]]:
+        """Length -> those of `rows` that have it."""
+        found: dict[int, list[int]] = {}
+        for row in rows:
+            found.setdefault(self.length(row), []).append(row)
+        return found
+
     def ids(self, length: int) -> torch.Tensor:
         """
         `torch.LongTensor` of shape `(batch_size, length)`: the first `length` ids of every row, as plain `generate()`
@@ -82,7 +91,7 @@ class Sequences:
         for row in range(self.batch_size):
             start, stop = self._uploaded[row], self.num_new(row)
             if start < stop:
-                new = torch.tensor(self.new_tokens(row, start), dtype=torch.long, device="cpu")
+                new = from_host(self.new_tokens(row, start), dtype=torch.long)
                 self._buffer[row, self.prompt_length + start : self.prompt_length + stop] = new
                 self._uploaded[row] = stop
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .checked_file import pack, unpack, write
+from .host import from_host
 from .states import SpecRound, SpecSequence, SpecStates
 
 FORMAT = "hf_specstate.spec_states"
@@ -56,7 +57,7 @@ def to_bytes(states: SpecStates) -> bytes:
     for name in FLOATS:
         values = (getattr(spec_round, name) for spec_round in rounds)
         numbers = [math.nan if value is None else value for value in values]
-        tensors[name] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        tensors[name] = from_host(numbers, dtype=torch.float64)
     for names, dtype in ((INTEGER_LISTS, torch.long), (FLOAT_LISTS, torch.float64)):
         for name in names:
             tensors |= _ragged(name, [getattr(spec_round, name) for spec_round in rounds], dtype)
@@ -117,13 +118,13 @@ def _build(header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> SpecStat
 
 
 def _integers(values: Iterable[int]) -> torch.Tensor:
-    return torch.tensor(list(values), dtype=torch.long, device="cpu")
+    return from_host(list(values), dtype=torch.long)
 
 
 def _ragged(name: str, lists: list[list], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Lists of different lengths, one behind the other."""
     return {
-        name: torch.tensor(list(chain.from_iterable(lists)), dtype=dtype, device="cpu"),
+        name: from_host(list(chain.from_iterable(lists)), dtype=dtype),
         f"{name}.lengths": _integers(map(len, lists)),
     }
 

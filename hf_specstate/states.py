@@ -131,7 +131,8 @@ class SpecRound:
             )
         expected = f"{self.expected_tokens:.2f} expected tokens"
         if self.decision == "best":  # for the batch: what is considered is the average of its rows
-            why = f"best: {offer}" + ("" if offer.startswith(expected) else f", {self.expected_tokens:.2f} in this row")
+            differs = f"{self.expected_tokens:.2f}" != f"{self.considered_tokens:.2f}"
+            why = f"best: {offer}" + (f", {self.expected_tokens:.2f} in this row" if differs else "")
         else:
             why = {"explore": "to measure such a forward", "fixed": "fixed before drafting"}[self.decision]
             why += f": {expected}"

@@ -1,6 +1,7 @@
 """Deciding, after each committed token, which rows have ended, and why."""
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from transformers import StoppingCriteriaList
@@ -50,15 +51,13 @@ class StopCheck:
         """
         if self._counted:  # end-of-sequence and length alone are decided without waiting for the device
             return [self._counted_reason(row) for row in rows]
-        lengths = [self.sequences.length(row) for row in rows]
-        order, answers = [], []
-        for length in set(lengths):  # one, in lockstep
-            own = [row for row, known in zip(rows, lengths, strict=True) if known == length]
+        by_length = self.sequences.by_length(rows)  # one, in lockstep
+        answers = []
+        for length, own in by_length.items():
             ids = self.sequences.ids(length)
             answers.append(self._ask(ids[own], scores) if self._stateless else self._ask(ids, scores)[:, own])
-            order += own
         reasons = map(self._reason, to_host(torch.cat(answers, dim=1).t()))
-        by_row = dict(zip(order, reasons, strict=True))
+        by_row = dict(zip(chain.from_iterable(by_length.values()), reasons, strict=True))
         return [by_row[row] for row in rows]
 
     def _ask(self, ids: torch.Tensor, scores: Sequence | None) -> torch.Tensor:

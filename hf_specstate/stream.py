@@ -6,10 +6,10 @@ from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from .enabling import is_enabled
+from .host import from_host
 from .states import SpecRound
 
 
@@ -124,7 +124,7 @@ class SpecStream(Iterator[SpecEvent]):
         if not self._has_text:
             return None
         text = self._texts.setdefault(row, self._make_text())
-        text.put(torch.tensor(spec_round.committed_token_ids, device="cpu"))
+        text.put(from_host(spec_round.committed_token_ids))
         return text.take(is_last=spec_round.stop_reason is not None)
 
 

@@ -3,6 +3,7 @@
 import torch
 from transformers.generation import BaseStreamer
 
+from .host import from_host
 from .sequences import Sequences
 
 
@@ -28,7 +29,7 @@ class StreamRelay:
         fresh = [self.sequences.new_tokens(row, start) for row in range(self.sequences.batch_size)]
         for step in range(reached - start):
             tokens = [row[step] if step < len(row) else self.sequences.pad_token_id for row in fresh]
-            self.streamer.put(torch.tensor(tokens, dtype=torch.long, device="cpu"))
+            self.streamer.put(from_host(tokens, dtype=torch.long))
 
     def end(self) -> None:
         if self.streamer is not None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from .host import from_host
+
 
 def names_of(source: str) -> list[str]:
     """Who proposed a node: `"history+recycling"` is two."""
@@ -223,7 +225,7 @@ class TreeBatch:
 
     def ancestors(self) -> torch.Tensor:
         """`torch.BoolTensor` of shape `(batch_size, width, width)`: does slot `i` see slot `j` (itself included)?"""
-        rows, parents = torch.arange(len(self.parents), device="cpu"), torch.tensor(self.parents, device="cpu")
+        rows, parents = torch.arange(len(self.parents), device="cpu"), from_host(self.parents)
         seen = torch.eye(self.width, dtype=torch.bool, device="cpu").repeat(len(self.parents), 1, 1)
         for slot in range(1, self.width):  # all rows at once; slot 0 is the root
             seen[:, slot] |= seen[rows, parents[:, slot]]

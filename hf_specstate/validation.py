@@ -123,9 +123,10 @@ def check_assistant(
         return
     from transformers.integrations.fsdp import is_fsdp_managed_module
 
-    # FSDP gathers layers in hooks, DeepSpeed's ZeRO-3 parameters
-    sharded = is_fsdp_managed_module(assistant_model) or any(hasattr(p, "ds_id") for p in assistant_model.parameters())
-    if synced_gpus and sharded:
+    # FSDP marks modules, DeepSpeed's ZeRO-3 parameters
+    if synced_gpus and (
+        is_fsdp_managed_module(assistant_model) or any(hasattr(p, "ds_id") for p in assistant_model.parameters())
+    ):
         raise ValueError(
             "`assistant_model` is sharded over the ranks, which draft different numbers of steps; give every rank a "
             "whole assistant, or leave it out."
@@ -165,14 +166,14 @@ def speak_alike(tokenizer: PreTrainedTokenizerBase | None, assistant_tokenizer: 
 def check_spec_profile(spec_profile) -> None:
     """
     Raises:
-        ValueError: `spec_profile` is none.
+        ValueError: `spec_profile` is something else.
     """
     if spec_profile is not None and not isinstance(spec_profile, SpecProfile):
         kind = type(spec_profile).__name__
         raise ValueError(f"`spec_profile` takes a SpecProfile (`SpecProfile.load(path)` reads one), got {kind}.")
 
 
-def check_draft_history(model: PreTrainedModel, draft_history) -> None:
+def check_history_of_segments(model: PreTrainedModel, draft_history) -> None:
     """
     Raises:
         ValueError: there is one for each prompt, and the model writes segment by segment, in batches that shrink.

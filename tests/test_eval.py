@@ -518,7 +518,7 @@ def test_a_run_keeps_to_its_number_of_threads(run, capsys):
         run("--methods", "plain")
         torch.set_num_threads(before + 1)
         status, lines = run("--methods", "plain", OURS)
-        assert status == 2 and lines["header"][0]["config"]["threads"] == before
+        assert status == 2 and lines["header"][0]["environment"]["threads"] == before
         assert f"was measured with threads {before}, not {before + 1}" in capsys.readouterr().err
     finally:
         torch.set_num_threads(before)

@@ -248,8 +248,14 @@ def test_strong_conditioning_drafts_the_answer_tail(plain, monkeypatch):
 )
 def test_unconditioned_drafts_are_what_the_assistant_would_write(family, lockstep, tree_width):
     """However rows advance, the assistant's cache holds what was committed: the text alone would not tell."""
+    check_unconditioned_drafts(family, lockstep, tree_width)
+
+
+def check_unconditioned_drafts(family: str, lockstep: bool, tree_width: int) -> int:
+    """How many forwards the assistant made, each draft of which must be what it would write after the text."""
     model = tiny(family)
-    draft = noisy_copy(model, noise=0.05)
+    draft, forwards = noisy_copy(model, noise=0.05), []
+    handle = draft.register_forward_hook(lambda *_: forwards.append(1))
     input_ids = torch.cat([prompt(12, seed=seed) for seed in (3, 4, 5)])
     mask = torch.ones_like(input_ids)
     input_ids[1, :3], mask[1, :3] = 0, 0
@@ -268,6 +274,7 @@ def test_unconditioned_drafts_are_what_the_assistant_would_write(family, lockste
         max_new_tokens=NEW_TOKENS,
         spec_config=config,
     )
+    handle.remove()
     assert 0 < sum(row.num_accepted for row in out.spec_states) < sum(row.num_drafted for row in out.spec_states)
     for row, sequence in enumerate(out.spec_states):
         start = int(mask[row].sum())
@@ -285,10 +292,12 @@ def test_unconditioned_drafts_are_what_the_assistant_would_write(family, lockste
                     best = draft(torch.tensor([before]), use_cache=False).logits[0, -1].topk(tree_width).indices
                 siblings = spec_round.parents[:node].count(parent)
                 assert spec_round.token_ids[node] == best[siblings]
+    return len(forwards)
 
 
 @pytest.mark.parametrize("lockstep", [False, True], ids=["ragged", "lockstep"])
 def test_an_assistant_catches_up_in_pieces(lockstep, monkeypatch):
     """What it has missed, an accepted token and one of the target's, is run in two forwards."""
+    at_once = check_unconditioned_drafts("llama", lockstep, 2)
     monkeypatch.setattr("hf_specstate.drafting.assistant.MOST_AT_ONCE", 1)
-    test_unconditioned_drafts_are_what_the_assistant_would_write("llama", lockstep, 2)
+    assert check_unconditioned_drafts("llama", lockstep, 2) > at_once

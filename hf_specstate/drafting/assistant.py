@@ -13,7 +13,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from ..compat import CACHE_NAME, tp_size
-from ..host import to_host
+from ..host import from_host, to_host
 from ..logits_processor import SpecStateLogitsProcessor
 from ..model_support import probe
 from ..selection import wants_whole_batch
@@ -120,7 +120,7 @@ class AssistantDrafter(Drafter):
         )
         return [self._trees[request.row] for request in requests]
 
-    def _is_worthwhile(self, growing: dict[int, "Growth"], request: DraftRequest) -> bool:
+    def _is_worthwhile(self, growing: dict[int, Growth], request: DraftRequest) -> bool:
         """Whether one more step promises enough accepted tokens in all rows."""
         if not request.least_gain:
             return True
@@ -200,7 +200,7 @@ class AssistantDrafter(Drafter):
         self._seen = [seen + len(path) for seen, path in zip(self._seen, paths, strict=True)]
         self._node_slots = [{} for _ in paths]
 
-    def _follow(self, growing: dict[int, "Growth"], logits: torch.Tensor) -> torch.Tensor:
+    def _follow(self, growing: dict[int, Growth], logits: torch.Tensor) -> torch.Tensor:
         """Runs what others are sure of in one forward, so that the rows' trees grow from its end."""
         paths = [growing[row].known if row in growing else [] for row in range(self._sequences.batch_size)]
         if not self._support.tree:  # without a mask for each row, all must be as long
@@ -220,7 +220,7 @@ class AssistantDrafter(Drafter):
                 logits[row] = followed[row, len(path) - 1]
         return logits
 
-    def _run(self, growing: dict[int, "Growth"]) -> torch.Tensor:
+    def _run(self, growing: dict[int, Growth]) -> torch.Tensor:
         """One step: the chosen node of every row, `(batch_size, vocab_size)`; rows that are done run along unused."""
         batch_size, pending = self._sequences.batch_size, self._cached.rows.pending
         tokens, depths = [[self._sequences.pad_token_id]] * batch_size, [[IDLE_DEPTH]] * batch_size
@@ -258,7 +258,7 @@ class AssistantDrafter(Drafter):
 
     # ------------------------------------------------------------------ its choices
 
-    def _add_children(self, growing: dict[int, "Growth"], logits: torch.Tensor) -> None:
+    def _add_children(self, growing: dict[int, Growth], logits: torch.Tensor) -> None:
         """Gives the node that each growing row stands at its children."""
         expected = self._expect(growing)
         probs = self._process(growing, logits).softmax(dim=-1)  # [growing, target vocab]
@@ -283,7 +283,7 @@ class AssistantDrafter(Drafter):
                 growth.distributions.append(probs[place])
                 tree.draft_probs = torch.stack(growth.distributions)
 
-    def _expect(self, growing: dict[int, "Growth"]) -> dict[int, tuple[list[int], Expectation]]:
+    def _expect(self, growing: dict[int, Growth]) -> dict[int, tuple[list[int], Expectation]]:
         """What earlier rounds say about the children of the nodes that the rows stand at: `(path, expectation)`."""
         expected = {}
         self._conditioner.forget()
@@ -296,7 +296,7 @@ class AssistantDrafter(Drafter):
                 expected[row] = (path, expectation)
         return expected
 
-    def _process(self, growing: dict[int, "Growth"], logits: torch.Tensor) -> torch.Tensor:
+    def _process(self, growing: dict[int, Growth], logits: torch.Tensor) -> torch.Tensor:
         """The assistant's scores over the target's vocabulary, under the processors, `(growing, vocab_size)`."""
         size = min(logits.shape[-1], self._context.vocab_size)
         device = self._context.input_ids.device
@@ -304,19 +304,19 @@ class AssistantDrafter(Drafter):
         scores[:, :size] = logits[:, :size].to(device=device, dtype=torch.float32)
         paths = {row: self._trees[row].path_to(growth.node) for row, growth in growing.items()}
         lengths = {row: self._sequences.length(row) + len(path) for row, path in paths.items()}
-        processed = torch.empty_like(scores[list(growing)])
+        processed = torch.empty_like(scores)
         for length in set(lengths.values()):
-            here = [place for place, row in enumerate(growing) if lengths[row] == length]
             rows = [row for row in growing if lengths[row] == length]
-            own = list(range(len(scores))) if self._whole_batch else rows
-            input_ids = self._sequences.ids(length)[own]
+            shown = list(range(len(scores))) if self._whole_batch else rows
+            places = rows if self._whole_batch else list(range(len(rows)))
+            input_ids = self._sequences.ids(length)[shown]
             if len(self._processors) > 1:  # the conditioner does not read them
-                for row in rows:
+                for place, row in zip(places, rows, strict=True):
                     path = [self._trees[row].token_ids[node] for node in paths[row]]
-                    input_ids[own.index(row), length - len(path) :] = torch.tensor(path, dtype=torch.long, device="cpu")
-            self._conditioner.rows = own
-            processed[here] = self._processors(input_ids, scores[own])[[own.index(row) for row in rows]]
-        return processed
+                    input_ids[place, length - len(path) :] = from_host(path, dtype=torch.long)
+            self._conditioner.rows = shown
+            processed[rows] = self._processors(input_ids, scores[shown])[places]
+        return processed[list(growing)]
 
 
 def _private_generator(device: torch.device) -> torch.Generator:

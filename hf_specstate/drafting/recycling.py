@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch.nn.functional import pad
 
-from ..host import to_host
+from ..host import from_host, to_host
 from ..token_tree import TokenTree
 from .base import DraftContext, Drafter, DraftOutcome, DraftRequest
 
@@ -23,8 +23,8 @@ class SuccessorTable:
     """
     For tokens and for pairs of tokens, the target's `k` likeliest next tokens when it last came by, with their
     probabilities. Lies on the target's device and has 65,536 places of `8 + 8 * k` bytes for each text, whatever the
-    vocabulary (4.5 MiB with `k = 8`), or as many for four texts together if they are more, until each is down to 4,096.
-    What falls into the place of something else replaces it. Threads may share it.
+    vocabulary (4.5 MiB with `k = 8`); from five texts on, at most as many as four have together, but at least 4,096 for
+    each. What falls into the place of something else replaces it. Threads may share it.
 
     Args:
         k (`int`): Successors of each.
@@ -34,7 +34,8 @@ class SuccessorTable:
 
     def __init__(self, k: int, device: torch.device, num_texts: int = 1):
         self.k = k
-        self.places = max(4 * PLACES // max(num_texts, 4), FEWEST_PLACES)  # of each text
+        # of each text: a power of two, that no factor of it is one of the keys' too
+        self.places = max(PLACES >> max((num_texts - 1).bit_length() - 2, 0), FEWEST_PLACES)
         size = num_texts * self.places
         self.keys = torch.full((size,), NOTHING, dtype=torch.long, device=device)  # what each place is about
         self.token_ids = torch.zeros((size, k), dtype=torch.int32, device=device)
@@ -56,8 +57,8 @@ class SuccessorTable:
                 for key in (token, _pair(before, token, logits.shape[1])):
                     latest[self._place(text, key)] = (key, slot)
                 slot += 1
-        changes = torch.tensor([(place, key, slot) for place, (key, slot) in latest.items()], device="cpu")
-        places, keys, slots = changes.to(self.keys.device, non_blocking=True).unbind(1)
+        changes = [(place, key, slot) for place, (key, slot) in latest.items()]
+        places, keys, slots = from_host(changes, self.keys.device).unbind(1)
         best = [logits.topk(min(self.k, logits.shape[1]), dim=-1) for _, _, logits in seen]
         norms = [logits.logsumexp(dim=-1, keepdim=True) for _, _, logits in seen]
         probs = (torch.cat([values for values, _ in best]) - torch.cat(norms)).exp().float()
@@ -97,7 +98,7 @@ class RecyclingDrafter(Drafter):
     """
     Follows the target's own likeliest successors of each token (token recycling,
     https://huggingface.co/papers/2408.08696), of the last two tokens where that pair was seen. Every verified node
-    teaches, the rejected ones too.
+    teaches, the rejected ones too; but not in rounds in which the schedule could not afford to ask.
 
     Args:
         top_k (`int`, *optional*, defaults to 8): Successors that are remembered.
@@ -115,6 +116,8 @@ class RecyclingDrafter(Drafter):
         self._vocab_size = context.vocab_size
         device, earlier, rows = context.input_ids.device, context.draft_history, range(context.sequences.batch_size)
         self._learning = set(rows)  # rows to whose text it listens: those that it was asked for, and a first time
+        # under "rejection", where drafters before it may have spoken, it listens to all
+        self._learns_always = context.config.acceptance == "rejection"
         # of each row, its table and which of the table's texts it is
         if earlier is None:
             table = SuccessorTable(self.top_k, device, len(rows))
@@ -153,8 +156,7 @@ class RecyclingDrafter(Drafter):
         """
         device = table.token_ids.device
         last = [[self._texts[request.row][1], NOTHING, *request.token_ids[-2:]] for request in requests]
-        ends = torch.tensor([[row[0], *row[-2:]] for row in last], device="cpu").to(device, non_blocking=True)
-        texts, before, tokens = ends.split(1, dim=1)
+        texts, before, tokens = from_host([[row[0], *row[-2:]] for row in last], device).split(1, dim=1)
         chances = torch.ones(tokens.shape, dtype=torch.float32, device=device)
         levels = []
         for size in sizes[1:]:
@@ -171,8 +173,10 @@ class RecyclingDrafter(Drafter):
         for outcome in outcomes:
             text = self._sequences.tokens[outcome.row]
             end = len(text) - len(outcome.token_ids)
-            if not end or outcome.row not in self._learning:
-                continue  # prompted with embeddings, nothing is known of what the first token follows
+            if not end:  # prompted with embeddings: nothing is known of what the first token follows
+                continue
+            if not self._learns_always and outcome.row not in self._learning:
+                continue
             tokens = [text[end - 1], *outcome.tree.token_ids]
             before = [text[end - 2] if end > 1 else NOTHING, *(tokens[1 + parent] for parent in outcome.tree.parents)]
             assert outcome.logits is not None

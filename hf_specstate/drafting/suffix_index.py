@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 SEPARATOR = -1  # between texts; matches nothing
-MANY = 256  # tokens, from which they are indexed another way
+MANY = 256  # new tokens, from which sorting them beats noting one after the other
 LONGEST_MATCH = 32  # tokens that are compared
 MOST_PLACES = 4096  # newest occurrences of a token that are looked at
 

@@ -1,6 +1,7 @@
 """How each drafter's tokens look, wherever they are shown."""
 
 from dataclasses import dataclass
+from itertools import chain, count
 
 from ..states import SpecStates
 from ..token_tree import names_of
@@ -36,8 +37,11 @@ class SourceStyle:
 
 def styles_of(states: SpecStates) -> dict[str, SourceStyle]:
     """Source -> how it looks; unknown ones by order of appearance. A token of several looks like the first of them."""
-    places = {source: place for place, source in enumerate(dict.fromkeys([*KNOWN_SOURCES, *states.drafted_by_source]))}
-    return {source: _style(places[source]) for source in states.drafted_by_source}
+    sources = list(states.drafted_by_source)
+    places = {source: KNOWN_SOURCES.index(source) for source in sources if source in KNOWN_SOURCES}
+    taken = {place % len(COLOURS) for place in places.values()}
+    free = chain((place for place in range(len(COLOURS)) if place not in taken), count(len(KNOWN_SOURCES)))
+    return {source: _style(places[source] if source in places else next(free)) for source in sources}
 
 
 def _style(place: int) -> SourceStyle:

@@ -64,7 +64,7 @@ class RoundTimes:
 
 
 class Schedule:
-    """Base class; a schedule says at least how many nodes a row may have."""
+    """Base class. Only `max_nodes` must be implemented."""
 
     wants_times = False  # whether rounds must be timed
     choice: Choice | None = None  # of the last round, where there was one
