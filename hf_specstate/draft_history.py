@@ -37,7 +37,7 @@ class DraftHistory:
 
     Bounded by `max_tokens`: when it is full, the oldest texts go first, whoever wrote them. A text that it holds
     already is not added again. Texts of different tenants never meet, see [`~DraftHistory.for_tenant`]. Threads may
-    share it. A million tokens take about 35 MiB, and the successors of a tenant 4.5 MiB on the target's device, for the
+    share it. A million tokens take about 34 MiB, and the successors of a tenant 4.5 MiB on the target's device, for the
     16 tenants that came last.
 
     Args:
