@@ -15,9 +15,8 @@ class SpecStateConfig:
     """
     How one `generate()` call drafts and verifies. Pass it (or a dict of its fields) as `spec_config=`, or keep a dict
     in `model.generation_config.spec_config`, where beam search and other modes, and calls without a cache or with an
-    offloaded or quantized one, pass over it. None of
-    the fields changes which text comes out, except that `acceptance="rejection"` keeps the distribution but not the
-    sample of a seed.
+    offloaded or quantized one, pass over it. None of the fields changes which text comes out, except that
+    `acceptance="rejection"` keeps the distribution but not the sample of a seed.
 
     Args:
         drafters (`list[str | Drafter]`, *optional*):

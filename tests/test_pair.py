@@ -248,7 +248,7 @@ def test_strong_conditioning_drafts_the_answer_tail(plain, monkeypatch):
 )
 def test_unconditioned_drafts_are_what_the_assistant_would_write(family, lockstep, tree_width):
     """However rows advance, the assistant's cache holds what was committed: the text alone would not tell."""
-    check_unconditioned_drafts(family, lockstep, tree_width)
+    assert check_unconditioned_drafts(family, lockstep, tree_width) > 0
 
 
 def check_unconditioned_drafts(family: str, lockstep: bool, tree_width: int) -> int:
