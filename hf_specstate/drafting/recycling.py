@@ -59,9 +59,8 @@ class SuccessorTable:
                 slot += 1
         changes = [(place, key, slot) for place, (key, slot) in latest.items()]
         places, keys, slots = from_host(changes, self.keys.device).unbind(1)
-        best = [logits.topk(min(self.k, logits.shape[1]), dim=-1) for _, _, logits in seen]
-        norms = [logits.logsumexp(dim=-1, keepdim=True) for _, _, logits in seen]
-        probs = (torch.cat([values for values, _ in best]) - torch.cat(norms)).exp().float()
+        best = [logits.softmax(dim=-1).topk(min(self.k, logits.shape[1]), dim=-1) for _, _, logits in seen]
+        probs = torch.cat([values for values, _ in best]).float()
         successors = torch.cat([tokens for _, tokens in best])
         missing = (0, self.k - probs.shape[1])
         with self._lock:

@@ -64,13 +64,13 @@ class ProposalPrice:
         seconds (`float`, *optional*): Of its proposals and of learning how they fared, in a round.
         asked_for (`float`, *optional*): Of its proposals in this round, if it was asked.
         quiet_rounds (`int`): Rounds since it was last asked.
-        is_new (`bool`): It has not been asked yet: the first time, much is done that is done once.
+        times (`int`): How often it was asked. The first time, much is done that is done once; one other may be slow.
     """
 
     seconds: float | None = None
     asked_for: float | None = None
     quiet_rounds: int = 0
-    is_new: bool = True
+    times: int = 0
 
 
 @dataclass
@@ -176,7 +176,7 @@ class GoodputSchedule(Schedule):
     def _may_propose(self, price: ProposalPrice) -> bool:
         """Whether a drafter without a model is worth asking: proposals save more than it costs, or it costs little."""
         price.quiet_rounds += 1
-        own = price.seconds or 0.0
+        own = 0.0 if price.seconds is None or price.times < 3 else price.seconds
         # the cheaper drafters come first: what all save has to pay for them too
         together = sum(other.seconds for other in self._proposals.values() if other.seconds and other.seconds <= own)
         affordable = PROPOSING_SHARE * self._round_seconds(0) * price.quiet_rounds
@@ -342,9 +342,12 @@ class GoodputSchedule(Schedule):
         if price is None or price.asked_for is None:
             return
         [seconds] = self._agree([price.asked_for + seconds])
-        if not price.is_new:
+        price.times += 1
+        if price.times == 3:
+            price.seconds = min(seconds, price.seconds or seconds)
+        elif price.times > 1:
             price.seconds = _towards(price.seconds, seconds)
-        price.asked_for, price.is_new = None, False
+        price.asked_for = None
 
     def dropped(self, drafter: Drafter) -> None:
         self._proposals.pop(id(drafter), None)
