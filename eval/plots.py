@@ -88,7 +88,8 @@ def lines_by_method(path: Path, title: str, x_label: str, y_label: str, series: 
             panel.xaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
     _from_zero(panels, series.values())
     _share(panels, columns, x_label, y_label)
-    _legend_of_kinds(figure, list(series), Line2D([], [], color=OTHERS, label="the other methods"))
+    others = [Line2D([], [], color=OTHERS, label="the other methods")] if len(series) > 1 else []
+    _legend_of_kinds(figure, list(series), *others)
     _save(figure, path, title)
 
 
