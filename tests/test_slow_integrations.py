@@ -80,9 +80,10 @@ def test_the_accelerate_example_gives_every_text_once_and_in_order():
 # ---------------------------------------------------------------------- two ranks in step
 
 
-def run_ranks(check, tmp_path) -> None:
-    """Runs `check(rank)` in two processes of one gloo group; a failure in either is a failure."""
+def run_ranks(check, tmp_path) -> list[int]:
+    """Runs `check(rank)` in two processes of one gloo group and raises their failures; the ranks that finished it."""
     mp.spawn(_rank, args=(check, str(tmp_path / "rendezvous")), nprocs=2)
+    return [rank for rank in range(2) if (tmp_path / f"rendezvous-{rank}").exists()]
 
 
 def _rank(rank: int, check, rendezvous: str) -> None:
@@ -95,6 +96,7 @@ def _rank(rank: int, check, rendezvous: str) -> None:
     try:
         check(rank)
         dist.barrier()
+        Path(f"{rendezvous}-{rank}").touch()
     finally:
         dist.destroy_process_group()
 
@@ -204,4 +206,4 @@ def check_gathering(rank: int) -> None:
     "check", [check_synced_ranks, check_sharded_model, check_tensor_parallel_model, check_gathering]
 )
 def test_ranks_stay_in_step(check, tmp_path):
-    run_ranks(check, tmp_path)
+    assert run_ranks(check, tmp_path) == [0, 1]
